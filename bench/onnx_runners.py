@@ -1,0 +1,108 @@
+"""ONNX Runtime, on a CPU or a CUDA GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import torch
+from torch import Tensor
+
+from modpass import RoutedModel
+from modpass.bench.exported import onnx_file
+from modpass.bench.hardware import no_gpu
+from modpass.bench.memory import device_growth, resident_growth
+from modpass.bench.torch_runner import Call
+from modpass.errors import ExportError, InputError
+
+__all__ = ["OnnxCpuRunner", "OnnxCudaRunner"]
+
+_CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+
+
+@dataclass(frozen=True)
+class OnnxCpuRunner:
+    """ONNX Runtime's CPU provider, with as many threads as torch uses."""
+
+    name: str = "onnxruntime"
+    device: str = "cpu"
+
+    def available(self) -> str | None:
+        """Always: it is installed with modpass."""
+        return None
+
+    def prepare(self, model: RoutedModel, inputs: Mapping[str, Tensor], workdir: Path) -> Call:
+        """Export once, open a session.
+
+        Raises:
+            InputError: the weights' dtype has no numpy counterpart (bfloat16).
+            ExportError: the model cannot be exported, or ONNX Runtime refuses the file.
+        """
+        session = _session(onnx_file(model, inputs, workdir), [_CPU])
+        feeds = _feeds(session, inputs)
+        return lambda: session.run(None, feeds)
+
+    def peak_bytes(self, call: Call) -> int | None:
+        """What the session's arena takes in its first call."""
+        return resident_growth(call)
+
+
+@dataclass(frozen=True)
+class OnnxCudaRunner:
+    """ONNX Runtime's CUDA provider; inputs and outputs stay on the device."""
+
+    name: str = "onnxruntime-cuda"
+    device: str = "cuda"
+
+    def available(self) -> str | None:
+        """It needs a GPU and the build of ONNX Runtime for it."""
+        if _CUDA in onnxruntime.get_available_providers():
+            return no_gpu()
+        return no_gpu() or "this onnxruntime has no CUDA provider; pip install 'modpass[gpu]' in its place"
+
+    def prepare(self, model: RoutedModel, inputs: Mapping[str, Tensor], workdir: Path) -> Call:
+        """Export once, open a session, bind inputs and outputs to device memory.
+
+        Raises:
+            InputError: the weights' dtype has no numpy counterpart (bfloat16).
+            ExportError: the model cannot be exported, or ONNX Runtime refuses the file or the GPU.
+        """
+        session = _session(onnx_file(model, inputs, workdir), [_CUDA, _CPU])
+        if session.get_providers()[0] != _CUDA:
+            raise ExportError("ONNX Runtime fell back to the CPU; its CUDA provider could not be loaded")
+        binding = session.io_binding()
+        for name, array in _feeds(session, inputs).items():
+            value = onnxruntime.OrtValue.ortvalue_from_numpy(array, "cuda", 0)
+            binding.bind_ortvalue_input(name, value)
+        for output in session.get_outputs():
+            binding.bind_output(output.name, "cuda")
+
+        def call() -> object:
+            return session.run_with_iobinding(binding)
+
+        return call
+
+    def peak_bytes(self, call: Call) -> int | None:
+        """What the session's arena takes in its first call."""
+        return device_growth(call)
+
+
+def _session(path: Path, providers: list[str]) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    try:
+        return onnxruntime.InferenceSession(path, options, providers=providers)
+    except Exception as e:  # ONNX Runtime's own errors share no base class of their own
+        raise ExportError(f"ONNX Runtime refuses {path.name}: {e}") from e
+
+
+def _feeds(session: Any, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The inputs that the file still has: one that nothing depends on may be gone."""
+    names = [i.name for i in session.get_inputs()]
+    for name in names:
+        if inputs[name].dtype is torch.bfloat16:
+            raise InputError(f"input '{name}' is bfloat16, which ONNX Runtime takes from no numpy array")
+    return {name: inputs[name].numpy() for name in names}

@@ -1,0 +1,130 @@
+"""What a benchmark found, as data: one row per runner, also for those that could not run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from modpass.bench.cases import Case
+from modpass.bench.flops import FlopCount
+from modpass.bench.hardware import Hardware
+from modpass.bench.timing import Ratio, Timing, ratio
+from modpass.errors import StateError
+
+__all__ = ["SCHEMA", "Measurement", "Result", "Row"]
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One variant under one runner: its times, and by how many bytes memory rose during a call at most."""
+
+    timing: Timing
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One runner. ``reason`` says why it was skipped or how it failed; both keep their row."""
+
+    runner: str
+    status: Literal["measured", "skipped", "failed"]
+    dense: Measurement | None = None
+    routed: Measurement | None = None
+    reason: str | None = None
+
+    @property
+    def ratio(self) -> Ratio | None:
+        """How many times faster routed is than dense; None if it was not measured."""
+        if self.dense is None or self.routed is None:
+            return None
+        return ratio(self.dense.timing, self.routed.timing)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole benchmark: case, rows, counted operations, and what it ran on.
+
+    ``name`` is the model's name in reports, ``inputs`` the shape of each input.
+    """
+
+    case: Case
+    name: str
+    rows: tuple[Row, ...]
+    dense_flops: FlopCount
+    routed_flops: FlopCount
+    inputs: Mapping[str, tuple[int, ...]]
+    hardware: Hardware
+    versions: Mapping[str, str] = field(default_factory=dict)
+    command: str = ""
+
+    @property
+    def ideal(self) -> float:
+        """The speed-up that counted operations allow: dense over routed."""
+        return self.dense_flops.total / self.routed_flops.total
+
+    def efficiency(self, row: Row) -> float | None:
+        """The share of the ideal speed-up that a row reached; None if it was not measured."""
+        return None if row.ratio is None else row.ratio.value / self.ideal
+
+    def to_json(self) -> str:
+        """Everything, with all samples, as JSON; the derived figures are written for other readers.
+
+        Raises:
+            StateError: a value has no place in JSON.
+        """
+        data = {"schema": SCHEMA, "ideal": self.ideal, **asdict(self)}
+        for raw, row in zip(data["rows"], self.rows, strict=True):
+            raw["ratio"] = None if row.ratio is None else asdict(row.ratio)
+            raw["efficiency"] = self.efficiency(row)
+        try:
+            return json.dumps(data, indent=2, allow_nan=False) + "\n"
+        except (TypeError, ValueError) as e:
+            raise StateError(f"the benchmark of '{self.name}' cannot be written as JSON: {e}") from e
+
+    @classmethod
+    def from_json(cls, text: str) -> Result:
+        """Read :meth:`to_json` back.
+
+        Raises:
+            StateError: it is not such JSON, or of another schema.
+        """
+        try:
+            raw = json.loads(text)
+            schema = raw["schema"]
+        except (ValueError, TypeError, LookupError) as e:
+            raise StateError(f"this is not the JSON of a benchmark: {e}") from e
+        if schema != SCHEMA:
+            raise StateError(f"this benchmark has schema {schema!r}, and {SCHEMA} is read here; run it again")
+        try:
+            return _result(raw)
+        except (TypeError, LookupError, AttributeError) as e:
+            raise StateError(f"this benchmark misses a field or has a wrong one: {e}") from e
+
+
+def _result(raw: dict[str, Any]) -> Result:
+    return Result(
+        case=Case(**raw["case"]),
+        name=raw["name"],
+        rows=tuple(map(_row, raw["rows"])),
+        dense_flops=FlopCount(**raw["dense_flops"]),
+        routed_flops=FlopCount(**raw["routed_flops"]),
+        inputs={name: tuple(shape) for name, shape in raw["inputs"].items()},
+        hardware=Hardware(**raw["hardware"]),
+        versions=raw["versions"],
+        command=raw["command"],
+    )
+
+
+def _row(raw: dict[str, Any]) -> Row:
+    dense, routed = (_measurement(raw[variant]) for variant in ("dense", "routed"))
+    return Row(raw["runner"], raw["status"], dense, routed, raw["reason"])
+
+
+def _measurement(raw: dict[str, Any] | None) -> Measurement | None:
+    if raw is None:
+        return None
+    return Measurement(Timing(tuple(raw["timing"]["samples"])), raw["peak_bytes"])

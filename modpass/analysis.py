@@ -1,0 +1,267 @@
+"""What a block's region does with its tokens: which values depend on them, and how its side inputs follow them.
+
+Nothing here changes a graph. A region that cannot be routed is a ``Refusal`` with a reason to act on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from modpass.functional import Gather
+from modpass.mixing import mixing_reason, name_of
+from modpass.symbols import Expr, expr_of, shape_of, value_of
+
+__all__ = ["Analysis", "Refusal", "Sizes", "analyse"]
+
+SEQUENCE = sympy.Symbol("S", positive=True, integer=True)
+_ATTENTION = {"softmax", "_softmax", "_safe_softmax", "scaled_dot_product_attention"}
+_RESIDUAL = {"add", "add_", "sub", "mul", "to", "_to_copy", "dropout", "layer_norm", "rms_norm", "alias", "detach", "clone",
+             "contiguous", "slice"}
+
+
+class Refusal(Exception):
+    """A region that cannot be routed; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a block is parametric in: its batch and its sequence, as expressions of the trace."""
+
+    batch: Expr
+    sequence: Expr
+
+    def canonical(self, size: Expr) -> Expr:
+        """``size`` in terms of S where the sequence is itself an expression, such as patches + 1."""
+        if self.sequence.is_Symbol:
+            return size.subs(self.sequence, SEQUENCE)
+        replaced = size.subs(self.sequence, SEQUENCE)
+        for symbol in replaced.free_symbols & self.sequence.free_symbols:
+            solved = sympy.solve(self.sequence - SEQUENCE, symbol)
+            replaced = replaced.subs(symbol, solved[0]) if len(solved) == 1 else replaced
+        return sympy.expand(replaced)
+
+    def carries(self, size: Expr) -> bool:
+        """Whether a size counts tokens."""
+        return SEQUENCE in self.canonical(size).free_symbols
+
+    def is_parametric(self, size: Expr) -> bool:
+        """Whether a size shrinks with the chosen tokens: free of S, or a multiple of it."""
+        return SEQUENCE not in (self.canonical(size) / SEQUENCE).free_symbols or not self.carries(size)
+
+
+@dataclass
+class Analysis:
+    """A region that can be routed.
+
+    stream, output: the residual stream in and out; seq_dim: its sequence dim (0 or 1). tokens: the nodes that
+    depend on the tokens, in order; the rest is hoisted. gathers: how each (consumer, side input) pair follows
+    the chosen tokens; a pair that is absent passes whole.
+    """
+
+    stream: fx.Node
+    output: fx.Node
+    sizes: Sizes
+    seq_dim: int
+    width: int
+    tokens: list[fx.Node]
+    hoisted: list[fx.Node]
+    gathers: dict[tuple[fx.Node, fx.Node], Gather] = field(default_factory=dict)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the trace fixed the sequence length to a number."""
+        return bool(self.sizes.sequence.is_Integer)
+
+
+def analyse(nodes: list[fx.Node], seen: Mapping[fx.Node, Any] | None = None) -> Analysis:
+    """Analyse one region.
+
+    ``seen``: values of outside nodes as the region sees them, where they differ from the graph's own.
+
+    Raises:
+        Refusal: with the reason.
+    """
+    region = _Region(nodes, dict(seen or {}))
+    stream, output = region.residual_stream()
+    sizes, seq_dim = region.sizes(stream)
+    width = region.shape(stream)[-1]
+    if not width.is_Integer:
+        raise Refusal(f"the stream's width is {width}, not a fixed number")
+    found = Analysis(stream, output, sizes, seq_dim, int(width), [], [])
+    if found.fixed:
+        return found
+    found.tokens = region.dependent(stream)
+    inner = set(found.tokens)
+    found.hoisted = [n for n in nodes if n not in inner and isinstance(value_of(n), Tensor) and n.op != "get_attr"]
+    region.check_outputs(inner, output)
+    for node in found.tokens:
+        _check_sizes(node, sizes)
+        reason = mixing_reason(node, sizes.carries)
+        if reason:
+            raise Refusal(f"{reason} (node {node.name})")
+        for side in _sides(node, inner, stream):
+            gather = _gather(node, side, region.shape(side), sizes)
+            if gather is not None:
+                found.gathers[node, side] = gather
+    return found
+
+
+class _Region:
+    """The nodes of one call of a module, and their surroundings."""
+
+    def __init__(self, nodes: list[fx.Node], seen: dict[fx.Node, Any]) -> None:
+        self.nodes, self.inside, self.seen = nodes, set(nodes), seen
+
+    def value(self, node: fx.Node) -> Any:
+        return self.seen.get(node, value_of(node))
+
+    def shape(self, node: fx.Node) -> tuple[Expr, ...]:
+        return shape_of(self.value(node))
+
+    def inputs(self) -> list[fx.Node]:
+        outside = dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in self.inside)
+        return [a for a in outside if a.op != "get_attr" and isinstance(self.value(a), Tensor)]
+
+    def outputs(self) -> list[fx.Node]:
+        return [n for n in self.nodes if isinstance(value_of(n), Tensor) and any(u not in self.inside for u in n.users)]
+
+    def residual_stream(self) -> tuple[fx.Node, fx.Node]:
+        """The one input with the output's shape and dtype."""
+        inputs, outputs = self.inputs(), self.outputs()
+        pairs = [(i, o) for o in outputs for i in inputs if self._alike(i, o)]
+        if not pairs:
+            raise Refusal(f"no input has an output's shape and dtype: inputs {_list(inputs)}, outputs {_list(outputs)}")
+        streams = dict.fromkeys(i for i, _ in pairs)
+        if len(pairs) > 1:
+            near = [(d, i, o) for i, o in pairs if (d := self._distance(o, i)) is not None]
+            if not near:
+                raise Refusal(f"several inputs could be the residual stream: {_list(streams)}")
+            _, stream, output = min(near, key=lambda t: (-self.nodes.index(t[2]), t[0]))
+            return stream, output
+        return pairs[0]
+
+    def _alike(self, a: fx.Node, b: fx.Node) -> bool:
+        x, y = self.value(a), value_of(b)
+        return (bool(x.is_floating_point()) and x.dtype == y.dtype and self.shape(a) == shape_of(y) and x.dim() == 3)
+
+    def _distance(self, output: fx.Node, source: fx.Node) -> int | None:
+        """Steps from ``output`` back to ``source`` along sums and norms, the way of the residual."""
+        frontier, distance, seen = [output], 0, {output}
+        while frontier:
+            if source in frontier:
+                return distance
+            steps = [a for n in frontier if n in self.inside and name_of(n) in _RESIDUAL
+                     for a in n.all_input_nodes if a not in seen and self.shape(a) == shape_of(value_of(output))]
+            seen.update(steps)
+            frontier, distance = list(dict.fromkeys(steps)), distance + 1
+        return None
+
+    def sizes(self, stream: fx.Node) -> tuple[Sizes, int]:
+        """Batch and sequence: the sequence is what attention runs over."""
+        first, second = self.shape(stream)[:2]
+        attended = self.attended()
+        if attended and first not in attended and second not in attended:
+            raise Refusal(f"its attention runs over {', '.join(map(str, attended))} tokens, not over a dim of the "
+                          f"stream ({first}, {second}): windows or pooled keys")
+        if first == second:
+            raise Refusal(f"batch and sequence are both {first} in the trace; trace with two different sizes")
+        if first in attended and second not in attended:
+            return Sizes(second, first), 0
+        return Sizes(first, second), 1
+
+    def attended(self) -> list[Expr]:
+        found: list[Expr] = []
+        for node in self.nodes:
+            if name_of(node) == "scaled_dot_product_attention":
+                keys: Any = node.args[1]
+                found.append(self.shape(keys)[-2])
+            elif name_of(node) in _ATTENTION and len(shape_of(value_of(node))) >= 3:
+                found.append(shape_of(value_of(node))[-1])
+        return list(dict.fromkeys(found))
+
+    def dependent(self, stream: fx.Node) -> list[fx.Node]:
+        """The nodes whose value depends on the tokens, in order."""
+        inner: dict[fx.Node, None] = {}
+        for node in self.nodes:
+            if any(a is stream or a in inner for a in node.all_input_nodes) and name_of(node) != "sym_size":
+                if isinstance(value_of(node), torch.SymInt | torch.SymBool | torch.SymFloat):
+                    raise Refusal(f"{node.target} makes a number out of token values (node {node.name})")
+                inner[node] = None
+        return list(inner)
+
+    def check_outputs(self, inner: set[fx.Node], output: fx.Node) -> None:
+        if output not in inner:
+            raise Refusal("its output does not depend on the stream")
+        others = [n for n in self.outputs() if n in inner and n is not output]
+        if others:
+            raise Refusal(f"it returns more than the stream that depends on the tokens: {_list(others)}")
+
+
+def _list(nodes: Iterable[fx.Node]) -> str:
+    return ", ".join(f"{n.name}[{', '.join(map(str, shape_of(value_of(n))))}]" for n in nodes) or "none"
+
+
+def _check_sizes(node: fx.Node, sizes: Sizes) -> None:
+    values = value_of(node) if isinstance(value_of(node), tuple | list) else [value_of(node)]
+    for value in values:
+        for size in shape_of(value):
+            if not sizes.is_parametric(size):
+                raise Refusal(f"{node.target} makes a dim of {sizes.canonical(size)}, which is not the sequence S "
+                              f"(node {node.name})")
+
+
+def _sides(node: fx.Node, inner: set[fx.Node], stream: fx.Node) -> list[fx.Node]:
+    return [a for a in node.all_input_nodes if a not in inner and a is not stream and isinstance(value_of(a), Tensor)]
+
+
+def _gather(node: fx.Node, side: fx.Node, shape: tuple[Expr, ...], sizes: Sizes) -> Gather | None:
+    """How ``side`` follows the tokens into ``node``: aligned from the right, as broadcasting aligns it."""
+    counted = [i for i, size in enumerate(shape) if sizes.carries(size)]
+    if not counted:
+        return None
+    shown = f"{side.name}[{', '.join(str(sizes.canonical(s)) for s in shape)}]"
+    out = _broadcast_shape(node, side)
+    if out is None or len(shape) > len(out):
+        raise Refusal(f"the side input {shown} meets {node.target}, which does not broadcast (node {node.name})")
+    offset = len(out) - len(shape)
+    if any(sizes.canonical(shape[i]) != SEQUENCE or sizes.canonical(out[offset + i]) != SEQUENCE for i in counted):
+        raise Refusal(f"the side input {shown} has a dim that is not the sequence S (node {node.name})")
+    for position, size in enumerate(out):
+        repeat = sympy.simplify(size / sizes.batch)
+        if repeat.is_Integer and (size == sizes.batch or position == 0):
+            own = shape[position - offset] if position >= offset else sympy.Integer(1)
+            return Gather(len(out), position, bool(own == size), tuple(offset + i for i in counted), int(repeat))
+    raise Refusal(f"{node.target} has no batch dim to gather the side input {shown} by (node {node.name})")
+
+
+def _broadcast_shape(node: fx.Node, side: fx.Node) -> tuple[Expr, ...] | None:
+    target: Any = node.target
+    if name_of(node) == "scaled_dot_product_attention":
+        query, key = (shape_of(value_of(a)) for a in node.args[:2] if isinstance(a, fx.Node))
+        mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+        return (*query[:-1], key[-2]) if mask is side else None
+    if name_of(node) == "baddbmm" and node.args[0] is side:
+        return shape_of(value_of(node))
+    pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return shape_of(value_of(node)) if pointwise or name_of(node) in ("cat", "concat") else None
+
+
+def canonical_arguments(node: fx.Node) -> list[tuple[str, Any]]:
+    """A node's arguments with the type that the operator's schema gives each."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return [("Any", a) for a in [*node.args, *node.kwargs.values()]]
+    types = {a.name: str(a.type) for a in target._schema.arguments}
+    positional = zip((str(a.type) for a in target._schema.arguments), node.args, strict=False)
+    return [*positional, *((types[k], v) for k, v in node.kwargs.items())]
+
+
+def expression(node: fx.Node) -> Expr:
+    """The expression of a node that is a size."""
+    return expr_of(value_of(node))

@@ -1,0 +1,126 @@
+"""Which operators keep tokens apart, and which mix them: the permission half of the pass.
+
+A routed block runs on a subset of its tokens. That is right if tokens meet in attention alone, where a missing
+token is a key that nobody sees. Everything else that looks along the sequence (convolutions, scans, pooling,
+shifts) would silently compute something else, so it is refused, and so is any operator not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from modpass.symbols import Expr, shape_of, value_of
+
+__all__ = ["mixing_reason", "name_of"]
+
+Reason = str | None
+Carries = Callable[[Expr], bool]
+
+_MOVES = {"view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "clone",
+          "contiguous", "to", "_to_copy", "type_as", "detach", "alias", "t", "numpy_T", "mT", "movedim", "moveaxis",
+          "swapaxes", "swapdims", "flatten", "unflatten", "lift_fresh_copy", "dropout", "native_dropout", "view_as",
+          "reshape_as", "expand_as", "float", "half", "repeat", "repeat_interleave", "cat", "stack", "concat", "concatenate",
+          "split", "split_with_sizes", "chunk", "unbind", "getitem", "identity", "broadcast_to", "slice", "narrow", "pad", "constant_pad_nd", "meshgrid"}
+_REDUCES = {"mean", "sum", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "prod", "norm",
+            "linalg_vector_norm", "softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "any", "all",
+            "argmax", "argmin", "topk", "sort", "argsort"}
+_ORDERED = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "roll"}
+_NORMS = {"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"}
+_PRODUCTS = {"matmul", "bmm", "mm", "baddbmm", "addmm", "addbmm", "linear", "mv", "dot"}
+
+
+def name_of(node: fx.Node) -> str:
+    """The operator's plain name: ``softmax`` for ``aten.softmax.int``."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[-1]
+    return getattr(target, "__name__", str(target))
+
+
+def mixing_reason(node: fx.Node, carries: Carries) -> Reason:
+    """Why ``node`` does not keep tokens apart, or None. ``carries`` tells whether a size counts tokens."""
+    name = name_of(node)
+    if _is_pointwise(node) or name == "scaled_dot_product_attention":
+        return None
+    if name in _MOVES:
+        return _cuts(node, carries)
+    if name in _PRODUCTS:
+        return _contracts(node, name, carries)
+    dims = _reduced_dims(node, name)
+    if dims is not None:
+        return _reduces(node, name, dims, carries)
+    if name == "select":
+        return f"{node.target} picks single tokens" if _carries_at(node, [_argument(node, "dim", 0)], carries) else None
+    if name.startswith(("conv", "_conv")):
+        return _convolves(node, carries)
+    if name == "embedding" or not any(map(carries, shape_of(_tensor(node)))):
+        return None
+    return f"{node.target} is not known to keep tokens apart"
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _tensor(node: fx.Node) -> Any:
+    return next((value_of(a) for a in node.all_input_nodes if isinstance(value_of(a), Tensor)), None)
+
+
+def _argument(node: fx.Node, name: str, default: Any) -> Any:
+    target: Any = node.target
+    for i, argument in enumerate(target._schema.arguments):
+        if argument.name == name:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name, default)
+    return default
+
+
+def _carries_at(node: fx.Node, dims: Sequence[int], carries: Carries) -> bool:
+    shape = shape_of(_tensor(node))
+    return any(carries(shape[d]) for d in dims if -len(shape) <= d < len(shape))
+
+
+def _cuts(node: fx.Node, carries: Carries) -> Reason:
+    """Sizes are checked elsewhere; here only: is a token dim taken apart?"""
+    if name_of(node) in ("unbind", "chunk") and _carries_at(node, [_argument(node, "dim", 0)], carries):
+        return f"{node.target} takes the sequence apart"
+    return None
+
+
+def _contracts(node: fx.Node, name: str, carries: Carries) -> Reason:
+    left = node.args[1] if name in ("baddbmm", "addmm", "addbmm") else node.args[0]
+    shape = shape_of(value_of(left)) if isinstance(left, fx.Node) else ()
+    if not shape or not carries(shape[-1]) or sum(map(carries, shape)) > 1:
+        return None
+    return f"{node.target} sums over tokens outside attention"
+
+
+def _reduced_dims(node: fx.Node, name: str) -> list[int] | None:
+    rank = len(shape_of(_tensor(node)))
+    if name in _NORMS:
+        return list(range(rank - len(_argument(node, "normalized_shape", [0])), rank))
+    if name not in _REDUCES | _ORDERED:
+        return None
+    dims = _argument(node, "dim", _argument(node, "dims", None))
+    if dims is None or dims == []:
+        return list(range(rank))
+    return [dims] if isinstance(dims, int) else list(dims)
+
+
+def _reduces(node: fx.Node, name: str, dims: list[int], carries: Carries) -> Reason:
+    if not _carries_at(node, dims, carries):
+        return None
+    # Attention scores have two token dims, queries and keys; reducing over the keys is attention itself.
+    if name not in _ORDERED and len(dims) == 1 and sum(map(carries, shape_of(_tensor(node)))) > 1:
+        return None
+    return f"{node.target} runs along the sequence"
+
+
+def _convolves(node: fx.Node, carries: Carries) -> Reason:
+    weight = shape_of(value_of(node.args[1])) if isinstance(node.args[1], fx.Node) else ()
+    if all(size == 1 for size in weight[2:]) or not any(map(carries, shape_of(_tensor(node))[2:])):
+        return None
+    return f"{node.target} convolves over tokens (kernel {tuple(map(int, weight[2:]))})"

@@ -1,0 +1,150 @@
+"""The slow reference: routing in plain Python over tokens, on the original model, for tests and for doubt.
+
+It shares no code with the pass. The dense model runs with each routed block's own forward replaced: the block sees
+the whole sequence, with the positions and masks it makes itself, but attention cannot see a token that was not
+chosen; then the chosen tokens are written back one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Setting", "hidden_keys", "reference_choice", "routed_reference"]
+
+
+class Setting:
+    """How one block is routed: its capacity, gate, router weight ``[D]`` and sequence dim."""
+
+    def __init__(self, capacity: float, gate: str, weight: Tensor, seq_dim: int = 1) -> None:
+        self.capacity, self.gate, self.weight, self.seq_dim = capacity, gate, weight, seq_dim
+
+
+def reference_choice(scores: list[float], capacity: float, keep: list[bool] | None = None) -> list[int]:
+    """The chosen positions of one row: most valued first, lowest index on ties, padding last.
+
+    >>> reference_choice([0.5, 2.0, 2.0, 1.0], 0.5)
+    [1, 2]
+    """
+    count = max(1, math.floor(capacity * len(scores) + 1e-6))
+
+    def order(i: int) -> tuple[int, float, int]:
+        padded = keep is not None and not keep[i]
+        score = -math.inf if math.isnan(scores[i]) else scores[i]
+        return (1 if padded else 0, 0.0 if padded else -max(score, -3.4028234663852886e38), i)
+
+    return sorted(sorted(range(len(scores)), key=order)[:count])
+
+
+@contextmanager
+def routed_reference(model: nn.Module, settings: dict[str, Setting], keep: Tensor | None = None,
+                     chosen: dict[str, list[list[int]]] | None = None) -> Iterator[nn.Module]:
+    """Inside, ``model`` computes what its routed form should; ``keep`` ``[B, S]`` marks real tokens.
+
+    ``chosen`` receives each block's positions.
+
+    >>> with routed_reference(nn.Identity(), {}) as model: model(1)
+    1
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_no_fast_path())
+        for name, setting in settings.items():
+            block = model.get_submodule(name)
+            forward = _routed(block.forward, setting, keep, lambda c, n=name: _note(chosen, n, c))
+            stack.enter_context(mock.patch.object(block, "forward", forward))
+        yield model
+
+
+def _note(chosen: dict[str, list[list[int]]] | None, name: str, positions: list[list[int]]) -> None:
+    if chosen is not None:
+        chosen[name] = positions
+
+
+@contextmanager
+def _no_fast_path() -> Iterator[None]:
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+def _routed(dense: Callable[..., Any], setting: Setting, keep: Tensor | None,
+            note: Callable[[list[list[int]]], None]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        stream = next(a for a in [*args, *kwargs.values()]
+                      if isinstance(a, Tensor) and a.dim() == 3 and a.is_floating_point())
+        x_BSD = stream if setting.seq_dim == 1 else stream.transpose(0, 1)
+        fits = keep if keep is not None and keep.shape == x_BSD.shape[:2] else None
+        scores = [[(token.float() * setting.weight).sum() for token in row] for row in x_BSD]
+        chosen = [reference_choice([float(s) for s in row], setting.capacity,
+                                   None if fits is None else [bool(v) for v in fits[b]])
+                  for b, row in enumerate(scores)]
+        note(chosen)
+        with hidden_keys(chosen, x_BSD.shape[1]):
+            output = dense(*args, **kwargs)
+        y = output[0] if isinstance(output, tuple) else output
+        y_BSD = y if setting.seq_dim == 1 else y.transpose(0, 1)
+        rows = []
+        for b, row in enumerate(x_BSD):
+            tokens = [row[i] + _gate(setting.gate, scores[b][i]) * (y_BSD[b, i] - row[i]) if i in chosen[b] else row[i]
+                      for i in range(len(row))]
+            rows.append(torch.stack(tokens))
+        routed = torch.stack(rows)
+        routed = routed if setting.seq_dim == 1 else routed.transpose(0, 1)
+        return (routed, *output[1:]) if isinstance(output, tuple) else routed
+    return forward
+
+
+def _gate(gate: str, score: Tensor) -> Tensor | float:
+    return {"unit": 1.0, "linear": score, "sigmoid": 1 / (1 + torch.exp(-score))}[gate]
+
+
+@contextmanager
+def hidden_keys(chosen: list[list[int]], sequence: int) -> Iterator[None]:
+    """Attention inside sees the chosen tokens of each row alone; a token that was not chosen sees itself.
+
+    >>> with hidden_keys([[0]], 2): torch.softmax(torch.zeros(1, 1, 2, 2), -1)[0, 0].tolist()
+    [[1.0, 0.0], [0.5, 0.5]]
+    """
+    seen = torch.zeros(len(chosen), sequence, sequence, dtype=torch.bool)
+    for b, positions in enumerate(chosen):
+        seen[b] = torch.eye(sequence, dtype=torch.bool)
+        seen[b][:, positions] = True
+    attention, softmax = F.scaled_dot_product_attention, torch.softmax
+
+    def visible(shape: torch.Size) -> Tensor:
+        rows = seen if len(shape) == 3 else seen.view(len(chosen), *[1] * (len(shape) - 3), sequence, sequence)
+        return rows.repeat_interleave(shape[0] // len(chosen), 0) if shape[0] != len(chosen) else rows
+
+    def masked_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+                         dropout_p: float = 0.0, is_causal: bool = False, **options: Any) -> Tensor:
+        shape = torch.Size([*query.shape[:-1], key.shape[-2]])
+        if shape[-2:] != (sequence, sequence):
+            return attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        hidden = ~visible(shape)
+        if is_causal:
+            hidden = hidden | torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
+        bias = torch.zeros(shape, dtype=query.dtype)
+        if attn_mask is not None:
+            bias = bias.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else bias + attn_mask
+        return attention(query, key, value, bias.masked_fill(hidden, -math.inf), dropout_p, **options)
+
+    def masked_softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        if input.shape[-2:] == (sequence, sequence) and input.dim() >= 3 and dim in (-1, input.dim() - 1):
+            input = input.masked_fill(~visible(input.shape), -math.inf)
+        kwargs.pop("_stacklevel", None)
+        return softmax(input, dim, *args, **kwargs)  # type: ignore[call-overload, no-any-return]
+
+    with (mock.patch.object(F, "scaled_dot_product_attention", masked_attention),
+          mock.patch.object(F, "softmax", masked_softmax), mock.patch.object(torch, "softmax", masked_softmax),
+          mock.patch.object(Tensor, "softmax", masked_softmax)):
+        yield

@@ -1,0 +1,302 @@
+"""The only file that edits graphs: normalise after tracing, splice reopened blocks, outline a block's body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from modpass.analysis import SEQUENCE, Analysis, canonical_arguments
+from modpass.dropout import AttentionDropout
+from modpass.functional import Gather
+from modpass.mixing import name_of
+from modpass.symbols import emit, expr_of, value_of
+
+if TYPE_CHECKING:
+    from modpass.reopen import Reopened
+
+__all__ = ["Body", "Side", "normalise", "outline", "replace_call", "retarget", "splice", "switch_dropout"]
+
+aten = torch.ops.aten
+_CHECKS = {"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size",
+           "_assert_async"}
+_LIKE = {"zeros_like": 0, "ones_like": 1, "full_like": None, "new_zeros": 0, "new_ones": 1, "new_full": None,
+         "empty_like": 0, "new_empty": 0}
+
+
+# Normalise
+
+
+def normalise(graph: fx.Graph) -> None:
+    """Drop the trace's own checks and strides, and say sizes by the inputs' sizes instead of by inner values."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and name_of(node) in _CHECKS:
+            graph.erase_node(node)
+        elif node.target in (aten.view.default, aten._unsafe_view.default):
+            # Whether a view is enough depends on strides, which depend on the attention kernel of the moment.
+            node.target = aten.reshape.default
+    known = _known_sizes(graph)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and name_of(node) in _LIKE:
+            _make_full(graph, node, known)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and name_of(node) == "sym_size" and node.all_input_nodes[0].op != "placeholder":
+            _replace_size(graph, node, known)
+    _drop_dead(graph)
+
+
+def _known_sizes(graph: fx.Graph) -> dict[sympy.Expr, fx.Node]:
+    """A node for each symbol that is the size of an input."""
+    known: dict[sympy.Expr, fx.Node] = {}
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    last = inputs[-1] if inputs else None
+    for node in inputs:
+        value = value_of(node)
+        for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            expr = expr_of(size)
+            if expr.is_Symbol and expr not in known:
+                assert last is not None
+                with graph.inserting_after(last):
+                    last = known[expr] = graph.call_function(aten.sym_size.int, (node, dim))
+                known[expr].meta["val"] = size
+    return known
+
+
+def _make_full(graph: fx.Graph, node: fx.Node, known: dict[sympy.Expr, fx.Node]) -> None:
+    """``ones_like(x)`` takes only x's shape: as ``full(shape)`` it depends on no token."""
+    value, constant = value_of(node), _LIKE[name_of(node)]
+    fill = node.args[-1] if constant is None else constant
+    if not all(expr_of(s).free_symbols <= known.keys() for s in value.shape):
+        return
+    with graph.inserting_before(node):
+        sizes = [emit(graph, expr_of(s), known) for s in value.shape]
+        full = graph.call_function(aten.full.default, (sizes, fill), {"dtype": value.dtype, "device": value.device})
+    full.meta = dict(node.meta)
+    node.replace_all_uses_with(full)
+    graph.erase_node(node)
+
+
+def _replace_size(graph: fx.Graph, node: fx.Node, known: dict[sympy.Expr, fx.Node]) -> None:
+    expr = expr_of(value_of(node))
+    if expr.free_symbols <= known.keys():
+        with graph.inserting_before(node):
+            size = emit(graph, expr, known)
+        if isinstance(size, fx.Node):
+            size.meta.setdefault("val", value_of(node))
+        node.replace_all_uses_with(size) if isinstance(size, fx.Node) else _inline(node, size)
+        graph.erase_node(node)
+
+
+def _inline(node: fx.Node, constant: int) -> None:
+    for user in list(node.users):
+        user.args = fx.map_arg(user.args, lambda n: constant if n is node else n)
+        user.kwargs = fx.map_arg(user.kwargs, lambda n: constant if n is node else n)
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)
+
+
+# Reopened blocks
+
+
+def splice(graph_module: fx.GraphModule, name: str, old: fx.Node, reopened: Reopened) -> dict[fx.Node, fx.Node]:
+    """Put a block's reopened graph in the place of the one with a fixed sequence; returns old -> new nodes."""
+    graph, env = graph_module.graph, dict(reopened.outer)
+    prefix = name.partition("@")[0]
+    with graph.inserting_before(old):
+        for node in reopened.graph_module.graph.nodes:
+            if node.op == "get_attr":
+                target = f"{prefix}.{node.target}"
+                if not _has(graph_module, target):
+                    _adopt(graph_module, target, _get(reopened.graph_module, node.target))
+                env[node] = graph.get_attr(target)
+                env[node].meta = dict(node.meta)
+            elif node.op == "call_function":
+                env[node] = graph.node_copy(node, lambda n: env[n])
+                env[node].meta = {**node.meta, "nn_module_stack": old.meta.get("nn_module_stack")}
+    old.replace_all_uses_with(env[reopened.output])
+    _drop_dead(graph)
+    return env
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    try:
+        _get(module, path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _get(module: nn.Module, path: Any) -> Any:
+    for part in str(path).split("."):
+        module = getattr(module, part)
+    return module
+
+
+def _adopt(module: nn.Module, path: str, value: Tensor) -> None:
+    parent, _, leaf = path.rpartition(".")
+    for part in filter(None, parent.split(".")):
+        if not hasattr(module, part):
+            module.add_module(part, nn.Module())
+        module = getattr(module, part)
+    if isinstance(value, nn.Parameter):
+        module.register_parameter(leaf, value)
+    else:
+        module.register_buffer(leaf, value, persistent=False)
+
+
+# Outline
+
+
+@dataclass(frozen=True)
+class Side:
+    """A side input of a routed block: the outer node, and how it follows the chosen tokens (None: whole)."""
+
+    node: fx.Node
+    gather: Gather | None
+
+
+@dataclass(frozen=True)
+class Body:
+    """A block on the chosen tokens alone: ``graph_module(x_k, *sides, *owned)``.
+
+    owned: parameters and buffers under the block's own path, by their path relative to it.
+    """
+
+    graph_module: fx.GraphModule
+    sides: tuple[Side, ...]
+    owned: tuple[str, ...]
+
+
+def outline(name: str, analysis: Analysis) -> Body:
+    """Copy the token-dependent nodes of a block into a graph of their own, in which the sequence is k."""
+    return _Outliner(name, analysis).body()
+
+
+class _Outliner:
+    def __init__(self, name: str, analysis: Analysis) -> None:
+        self.prefix, self.analysis = f"{name}.", analysis
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {analysis.stream: self.graph.placeholder("x")}
+        self.sizes: dict[sympy.Expr, fx.Node] = {}
+        self.sides: dict[tuple[fx.Node, Gather | None], fx.Node] = {}
+        self.owned: dict[str, fx.Node] = {}
+
+    def body(self) -> Body:
+        inner = set(self.analysis.tokens)
+        self._declare(inner)
+        x = self.env[self.analysis.stream]
+        batch_dim, seq_dim = 1 - self.analysis.seq_dim, self.analysis.seq_dim
+        self.sizes = {self.analysis.sizes.batch: self.graph.call_function(aten.sym_size.int, (x, batch_dim)),
+                      SEQUENCE: self.graph.call_function(aten.sym_size.int, (x, seq_dim))}
+        for node in self.analysis.tokens:
+            self._copy(node)
+        self.graph.output(self.env[self.analysis.output])
+        _drop_dead(self.graph)
+        self.graph.lint()
+        sides = tuple(Side(node, gather) for node, gather in self.sides)
+        return Body(fx.GraphModule(nn.Module(), self.graph, "Body"), sides, tuple(self.owned))
+
+    def _declare(self, inner: set[fx.Node]) -> None:
+        """Placeholders: the side inputs first, then the block's own parameters."""
+        pairs = [(n, a) for n in self.analysis.tokens for a in n.all_input_nodes
+                 if a not in inner and a is not self.analysis.stream]
+        for node, side in pairs:
+            key = side, self.analysis.gathers.get((node, side))
+            if key in self.sides or self._is_owned(side) or self._is_size(node, side):
+                continue
+            self.sides[key] = self.graph.placeholder(f"side_{len(self.sides)}")
+        for _, side in pairs:
+            if self._is_owned(side):
+                target = str(side.target).removeprefix(self.prefix)
+                if target not in self.owned:
+                    self.owned[target] = self.graph.placeholder(f"own_{len(self.owned)}")
+
+    def _is_owned(self, node: fx.Node) -> bool:
+        return node.op == "get_attr" and str(node.target).startswith(self.prefix)
+
+    def _is_size(self, consumer: fx.Node, node: fx.Node) -> bool:
+        """A size used as a shape becomes k inside; one used as a number keeps its value over the full sequence."""
+        if not isinstance(value_of(node), torch.SymInt):
+            return False
+        expr = self.analysis.sizes.canonical(expr_of(value_of(node)))
+        as_number = any(kind == "number" and value is node for kind, value in canonical_arguments(consumer))
+        return not as_number and expr.free_symbols <= {SEQUENCE, self.analysis.sizes.batch}
+
+    def _copy(self, node: fx.Node) -> None:
+        copied = self.graph.node_copy(node, lambda a: self._argument(node, a))
+        copied.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace", "val")}
+        self.env[node] = copied
+
+    def _argument(self, consumer: fx.Node, argument: fx.Node) -> Any:
+        if argument in self.env:
+            return self.env[argument]
+        if self._is_owned(argument):
+            return self.owned[str(argument.target).removeprefix(self.prefix)]
+        if self._is_size(consumer, argument):
+            expr = self.analysis.sizes.canonical(expr_of(value_of(argument)))
+            return emit(self.graph, expr, self.sizes)
+        return self.sides[argument, self.analysis.gathers.get((consumer, argument))]
+
+
+def replace_call(graph: fx.Graph, target: str, output: fx.Node, arguments: tuple[fx.Node | None, ...]) -> fx.Node:
+    """Put a call of the routed block in the place of the node that computed the block's output."""
+    with graph.inserting_before(output):
+        call = graph.call_module(target, arguments)
+    call.meta = dict(output.meta)
+    output.replace_all_uses_with(call)
+    _drop_dead(graph)
+    return call
+
+
+# Dropout and device
+
+
+def switch_dropout(graph_module: fx.GraphModule) -> None:
+    """Turn dropout operators, whose flag the trace froze, into modules that follow ``train()`` and ``eval()``."""
+    makers: dict[str, Callable[[fx.Node], tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None]] = {
+        "dropout": lambda n: (nn.Dropout(float(n.args[1])), (n.args[0],), {}),  # type: ignore[arg-type]
+        "scaled_dot_product_attention": _attention_module,
+    }
+    count = 0
+    for node in list(graph_module.graph.nodes):
+        made = makers[name_of(node)](node) if node.op == "call_function" and name_of(node) in makers else None
+        if made is None:
+            continue
+        module, args, kwargs = made
+        name, count = f"_dropout_{count}", count + 1
+        graph_module.add_module(name, module.train(graph_module.training))
+        with graph_module.graph.inserting_before(node):
+            call = graph_module.graph.call_module(name, args, kwargs)
+        call.meta = dict(node.meta)
+        node.replace_all_uses_with(call)
+        graph_module.graph.erase_node(node)
+
+
+def _attention_module(node: fx.Node) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    rate = given.pop("dropout_p", 0.0)
+    tensors = tuple(given.pop(n) for n in ("query", "key", "value"))
+    return (AttentionDropout(float(rate)), tensors, given) if rate else None  # type: ignore[arg-type]
+
+
+def retarget(graph_module: fx.GraphModule, device: torch.device) -> None:
+    """Let the graph make its own tensors (positions, masks) on ``device``."""
+    changed = False
+    for node in graph_module.graph.nodes:
+        if isinstance(node.kwargs.get("device"), torch.device) and node.kwargs["device"] != device:
+            node.kwargs = {**node.kwargs, "device": device}
+            changed = True
+        if any(isinstance(a, torch.device) and a != device for a in node.args):
+            node.args = tuple(device if isinstance(a, torch.device) else a for a in node.args)
+            changed = True
+    if changed:
+        graph_module.recompile()

@@ -1,0 +1,54 @@
+"""Sizes of traced values as sympy expressions, and back into graph nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
+
+__all__ = ["Expr", "emit", "expr_of", "shape_of", "value_of"]
+
+Expr = sympy.Expr
+
+
+def expr_of(size: Any) -> Expr:
+    """The expression of an int or SymInt.
+
+    >>> expr_of(3)
+    3
+    """
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def value_of(node: fx.Node) -> Any:
+    """What the trace recorded for a node: a fake tensor, a SymInt or None."""
+    return node.meta.get("val")
+
+
+def shape_of(value: Any) -> tuple[Expr, ...]:
+    """The shape of a recorded tensor as expressions; empty for anything else.
+
+    >>> shape_of(torch.zeros(2, 3))
+    (2, 3)
+    """
+    return tuple(map(expr_of, value.shape)) if isinstance(value, torch.Tensor) else ()
+
+
+def emit(graph: fx.Graph, expr: Expr, known: Mapping[Expr, fx.Node]) -> fx.Node | int:
+    """Add nodes that compute ``expr`` from the symbols in ``known``, at the graph's insert point.
+
+    >>> emit(fx.Graph(), sympy.Integer(4), {})
+    4
+    """
+    if expr.is_Integer:
+        return int(expr)
+    if expr in known:
+        return known[expr]
+    env = {symbol: fx.Proxy(node) for symbol, node in known.items() if symbol in expr.free_symbols}
+    result: Any = sympy_interp(OptimizedPythonReferenceAnalysis, env, expr)
+    return result.node if isinstance(result, fx.Proxy) else int(result)

@@ -1,0 +1,175 @@
+"""Any model -> a graph of ATen ops that is parametric in batch and sequence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from modpass.calling import Call, parameter_names
+from modpass.errors import InputError, TraceError
+from modpass.inputs import as_named, widen
+
+__all__ = ["Traced", "capture", "export_program"]
+
+
+@dataclass
+class Traced:
+    """A traced model: its graph, how it is called, and (if there was one) the module it came from."""
+
+    graph_module: fx.GraphModule
+    call: Call
+    out_spec: pytree.TreeSpec
+    examples: dict[str, Any]
+    module: nn.Module | None
+
+
+def capture(model: nn.Module | ExportedProgram, example_inputs: Any = None) -> Traced:
+    """Trace ``model``; the model itself is left as it was.
+
+    Raises:
+        TraceError: ``torch.export`` cannot trace it.
+        InputError: no example inputs were given and the model does not say what it takes.
+
+    >>> traced = capture(nn.Linear(3, 3), (torch.randn(2, 3),))
+    >>> [n.target for n in traced.graph_module.graph.nodes if n.op == "placeholder"]
+    ['input']
+    """
+    if isinstance(model, ExportedProgram):
+        return _from_program(model)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"a {type(model).__name__} cannot be transformed; give an nn.Module, an ExportedProgram "
+                         "or an fx.GraphModule")
+    named = widen(as_named(model, example_inputs))
+    program = export_program(model, (), named)
+    call = _call(model, named)
+    if program.call_spec.out_spec is None:
+        raise TraceError(f"torch.export recorded no output structure for {type(model).__name__}")
+    return Traced(program.module(check_guards=False), call, program.call_spec.out_spec, named, model)
+
+
+def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    """Trace a module with every dim free and every dropout rate known.
+
+    Raises:
+        TraceError: the model cannot be traced; names the model and torch's first line.
+
+    >>> len(list(export_program(nn.ReLU(), (torch.zeros(2, 3),), {}).graph.nodes))
+    3
+    """
+    before = {m: m.training for m in model.modules()}
+    try:
+        evaluated = _export(model.eval(), args, kwargs)
+        return _with_dropout(model, args, kwargs, evaluated) if _drops(model) else evaluated
+    finally:
+        for module, flag in before.items():
+            module.training = flag
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    """``torch.export`` with every dim of every tensor input free, without in-place ops."""
+    def free(value: Any) -> Any:
+        return dict.fromkeys(range(value.dim()), Dim.AUTO) if isinstance(value, Tensor) else None
+
+    shapes: Any = pytree.tree_map(free, (args, kwargs))
+    names = parameter_names(model.forward)[: len(args)]
+    spec = dict(zip(names, shapes[0], strict=False)) | shapes[1]
+    try:
+        with _plain_attention():
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=spec, strict=False)
+            if any(_mutates(n) for n in program.graph.nodes):
+                program = program.run_decompositions({})
+    except Exception as e:
+        first = (str(e).strip() or type(e).__name__).splitlines()[0]
+        raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {first}") from e
+    return program
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Keep nn.TransformerEncoder off its fused inference path, which hides attention in one operator."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+def _call(model: nn.Module, named: dict[str, Any]) -> Call:
+    structure = {name: pytree.tree_structure(value) for name, value in named.items()}
+    constants = {name: v for name, v in named.items()
+                 if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(v))}
+    parameters = inspect.signature(model.forward).parameters
+    defaults = {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty}
+    return Call(parameter_names(model.forward), structure, constants, _optional(named, defaults), defaults)
+
+
+def _optional(named: dict[str, Any], defaults: dict[str, Any]) -> dict[str, tuple[str, torch.dtype]]:
+    """Masks that the original lets a caller leave out: all ones in the example, shaped like tokens."""
+    found = {}
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or value.dim() != 2 or defaults.get(name, 0) is not None:
+            continue
+        main = next((n for n, v in named.items() if n != name and isinstance(v, Tensor)
+                     and v.shape[:2] == value.shape), None)
+        if main is not None and "mask" in name and bool((value == 1).all()):
+            found[name] = (main, value.dtype)
+    return found
+
+
+def _drops(model: nn.Module) -> bool:
+    """Whether any module has a dropout rate above 0: an attribute or setting with 'drop' in its name."""
+    holders = [*model.modules(), *([model.config] if hasattr(model, "config") else [])]
+    rates = (v for h in holders for k, v in vars(h).items() if "drop" in k.lower() or k == "p")
+    return any(isinstance(v, float) and v > 0 for v in rates)
+
+
+def _with_dropout(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+                  evaluated: ExportedProgram) -> ExportedProgram:
+    """The same graph traced in training mode, which alone names every dropout rate; or ``evaluated`` where
+    training takes another path through the code.
+    """
+    try:
+        trained = _export(model.train(), args, kwargs)
+    except TraceError:
+        return evaluated
+    return trained if _operators(trained) == _operators(evaluated) else evaluated
+
+
+def _operators(program: ExportedProgram) -> list[str]:
+    silent = ("dropout", "contiguous", "clone", "_assert", "alias", "detach")
+    return [str(n.target) for n in program.graph.nodes
+            if n.op == "call_function" and not any(s in str(n.target) for s in silent)]
+
+
+def _from_program(program: ExportedProgram) -> Traced:
+    spec = program.call_spec
+    if spec.in_spec is None or spec.out_spec is None:
+        raise TraceError("the ExportedProgram does not record its call; export it again with this torch")
+    if any(_mutates(n) for n in program.graph.nodes):
+        program = program.run_decompositions({})
+    module = program.module(check_guards=False)
+    args_spec, kwargs_spec = spec.in_spec.children()
+    names = [*parameter_names(module.forward)[: args_spec.num_children], *(kwargs_spec.context or ())]
+    structure = dict(zip(names, [*args_spec.children(), *kwargs_spec.children()], strict=True))
+    examples = dict.fromkeys(names)
+    if program.example_inputs is not None:
+        args, kwargs = program.example_inputs
+        examples = dict(zip(names, [*args, *kwargs.values()], strict=True))
+    constants = {n: v for n, v in examples.items()
+                 if v is not None and not any(isinstance(x, Tensor) for x in pytree.tree_leaves(v))}
+    optional = _optional({n: v for n, v in examples.items() if v is not None}, dict.fromkeys(names))
+    return Traced(module, Call(names, structure, constants, optional), spec.out_spec, examples, None)

@@ -1,0 +1,303 @@
+"""``mod_transform``: trace, find, route."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from modpass.analysis import Analysis
+from modpass.blocks import Block, Blocks, locate
+from modpass.errors import BlockError, InputError
+from modpass.functional import check_capacity
+from modpass.model import Info, InputSpec, RoutedModel
+from modpass.rewrite import Body, normalise, outline, replace_call, splice, switch_dropout
+from modpass.routing import Gate, RoutedBlock, Selection, choose_option
+from modpass.symbols import shape_of, value_of
+from modpass.tracing import Traced, capture
+
+__all__ = ["mod_transform", "trace"]
+
+Chosen = Iterable[str] | Callable[[Block], bool]
+
+
+def mod_transform(
+    model: nn.Module | ExportedProgram,
+    capacity: float | Mapping[str, float] = 0.125,
+    *,
+    every: int = 2,
+    blocks: Chosen | None = None,
+    gate: Gate = "linear",
+    selection: Selection = "expert_choice",
+    example_inputs: Any = None,
+    padding_mask: str = "attention_mask",
+    generator: torch.Generator | None = None,
+) -> RoutedModel:
+    """Turn a model into a Mixture-of-Depths model (arXiv 2404.02258); the model itself is left as it was.
+
+    Args:
+        model: an ``nn.Module``, a ``torch.export.ExportedProgram`` or a ``torch.fx.GraphModule``.
+        capacity: the share of the sequence that goes through a routed block, in (0, 1], or a share per block name.
+        every: route every ``every``-th block of a stack, starting with the ``every``-th (the paper: 2).
+        blocks: names of blocks, or a predicate on the found blocks, instead of ``every``.
+        gate: what the block's change is multiplied by: "linear" r = w . x (the paper), "sigmoid", or "unit" (1).
+        selection: "expert_choice" (top-k of the router) or "stochastic" (top-k of noise, the paper's control).
+        example_inputs: a tuple, a dict or ``(tuple, dict)``; may be left out where the model says what it takes.
+        padding_mask: the ``[batch, sequence]`` input whose zeros are padding, which never takes a slot from a
+            real token; "~name" where its ones are.
+        generator: draws the noise of "stochastic".
+
+    Returns:
+        A graph module that is called like the model, shares its parameters by name and storage, and adds
+        ``<block>.router.weight`` of shape ``[D]`` to each routed block.
+
+    Raises:
+        InputError: an argument is not what is allowed.
+        TraceError: the model cannot be traced.
+        BlockError: a named block cannot be routed, or none was found.
+
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    >>> list(mod_transform(encoder, 0.5, example_inputs=(torch.randn(2, 6, 8),)).routed_blocks)
+    ['layers.1']
+    """
+    choose_option("gate", gate, Gate)
+    choose_option("selection", selection, Selection)
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise InputError(f"every is {every!r}; it must be a whole number of 1 or more")
+    if not isinstance(capacity, Mapping):
+        check_capacity(capacity)
+    traced = _trace(model, example_inputs)
+    found = locate(traced)
+    picked = _pick(found, every, blocks)
+    capacities = _capacities(capacity, picked, found)
+    settings = {"capacity": capacities, "gate": gate, "selection": selection, "padding_mask": padding_mask}
+    info = _info(traced, found, settings)
+    mask = _PaddingMask(traced, padding_mask)
+    keeper = _parameters(traced)
+    for block in picked:
+        _route(traced.graph_module, block, capacities[block.name], gate, selection, mask)
+    result = _finish(traced, info, keeper)
+    return result.seed(generator)
+
+
+def trace(model: nn.Module | ExportedProgram, example_inputs: Any = None) -> RoutedModel:
+    """The dense model through the very same path: a ``RoutedModel`` with no routed block.
+
+    Raises:
+        TraceError: the model cannot be traced.
+        InputError: no example inputs were given and the model does not say what it takes.
+
+    >>> trace(nn.Linear(3, 3), (torch.randn(2, 3),)).routed_blocks
+    {}
+    """
+    traced = _trace(model, example_inputs)
+    return _finish(traced, _info(traced, locate(traced), {}), _parameters(traced))
+
+
+def _trace(model: nn.Module | ExportedProgram, example_inputs: Any) -> Traced:
+    traced = capture(model, example_inputs)
+    normalise(traced.graph_module.graph)
+    return traced
+
+
+# Choose blocks
+
+
+def _pick(found: Blocks, every: int, chosen: Chosen | None) -> list[Block]:
+    if not found.found:
+        raise BlockError(f"no block can be routed:\n{found}" if found.skipped else
+                         "no block was found: no module repeats and sums its input with its output")
+    if chosen is None:
+        stacks: dict[str, list[Block]] = defaultdict(list)
+        for block in found:
+            stacks[block.group].append(block)
+        picked = [b for stack in stacks.values() for b in stack[every - 1 :: every]]
+    elif callable(chosen):
+        picked = [b for b in found if chosen(b)]
+    else:
+        picked = _by_name(found, [chosen] if isinstance(chosen, str) else list(chosen))
+    if not picked:
+        raise BlockError(f"no block is left to route (every={every}); there are: {', '.join(found.names())}")
+    order = {b.name: i for i, b in enumerate(found)}
+    return sorted(picked, key=lambda b: order[b.name])
+
+
+def _by_name(found: Blocks, names: list[str]) -> list[Block]:
+    blocks, refused = {b.name: b for b in found}, {s.name: s.reason for s in found.skipped}
+    for name in names:
+        if name in refused:
+            raise BlockError(f"block '{name}' cannot be routed: {refused[name]}")
+        if name not in blocks:
+            raise BlockError(f"there is no block '{name}'; there are: {', '.join(blocks)}")
+    return [blocks[n] for n in dict.fromkeys(names)]
+
+
+def _capacities(capacity: float | Mapping[str, float], picked: list[Block], found: Blocks) -> dict[str, float]:
+    if not isinstance(capacity, Mapping):
+        return {b.name: check_capacity(capacity) for b in picked}
+    unknown = [n for n in capacity if n not in found.names()]
+    missing = [b.name for b in picked if b.name not in capacity]
+    if unknown or missing:
+        raise BlockError(f"capacity names no such block: {', '.join(unknown)}" if unknown else
+                         f"capacity has no entry for the routed block {', '.join(missing)}")
+    return {b.name: check_capacity(capacity[b.name], f"block '{b.name}'") for b in picked}
+
+
+# Route
+
+
+class _PaddingMask:
+    """The node that says which tokens are real, for a stream of given sizes."""
+
+    def __init__(self, traced: Traced, name: str) -> None:
+        self.graph, self.inverted = traced.graph_module.graph, name.startswith("~")
+        plain = name.removeprefix("~")
+        named = [n for n in self.graph.nodes if n.op == "placeholder" and isinstance(value_of(n), Tensor)]
+        self.nodes = [n for n in named if str(n.target) == plain or str(n.target).endswith(f"_{plain}")]
+        if plain != "attention_mask" and not self.nodes:
+            raise InputError(f"padding_mask '{plain}' is no traced input; there are: "
+                             f"{', '.join(str(n.target) for n in named)}")
+
+    def of(self, analysis: Analysis) -> fx.Node | None:
+        shape = (analysis.sizes.batch, analysis.sizes.sequence)
+        node = next((n for n in self.nodes if shape_of(value_of(n))[1:] == shape[1:] and len(shape_of(value_of(n))) == 2),
+                    None)
+        if node is None or not self.inverted:
+            return node
+        with self.graph.inserting_before(next(u for u in self.graph.nodes if u.op not in ("placeholder", "get_attr"))):
+            return self.graph.call_function(torch.ops.aten.logical_not.default, (node,))
+
+
+def _route(graph_module: fx.GraphModule, block: Block, capacity: float, gate: str, selection: str,
+           mask: _PaddingMask) -> None:
+    analysis, output, env = block.analysis, block.analysis.output, None
+    if block.reopened is not None:
+        fixed_output = next(n for n in reversed(block.nodes) if any(u not in set(block.nodes) for u in n.users))
+        env = splice(graph_module, block.name, fixed_output, block.reopened)
+        analysis, output = _translate(analysis, env), env[output]
+    body = outline(block.name, analysis)
+    routed = _routed_block(graph_module, block.name, body, analysis, capacity, gate, selection)
+    arguments = (analysis.stream, mask.of(analysis), *(s.node for s in body.sides))
+    replace_call(graph_module.graph, block.name, output, arguments)
+    _install(graph_module, block.name, routed)
+
+
+def _translate(analysis: Analysis, env: Mapping[fx.Node, fx.Node]) -> Analysis:
+    """The analysis of a reopened block, said of its copy in the whole model's graph."""
+    gathers = {(env[n], env[s]): g for (n, s), g in analysis.gathers.items()}
+    return Analysis(env[analysis.stream], env[analysis.output], analysis.sizes, analysis.seq_dim, analysis.width,
+                    [env[n] for n in analysis.tokens], [env[n] for n in analysis.hoisted], gathers)
+
+
+def _routed_block(graph_module: fx.GraphModule, name: str, body: Body, analysis: Analysis, capacity: float,
+                  gate: str, selection: str) -> RoutedBlock:
+    device = value_of(analysis.stream).device
+    switch_dropout(body.graph_module)
+    body.graph_module.recompile()
+    return RoutedBlock(name, body.graph_module, analysis.width, capacity=capacity, gate=gate, selection=selection,
+                       gathers=[s.gather for s in body.sides], owned=body.owned, seq_dim=analysis.seq_dim, device=device)
+
+
+def _install(graph_module: fx.GraphModule, name: str, routed: RoutedBlock) -> None:
+    parent_path, _, leaf = name.rpartition(".")
+    parent: nn.Module = graph_module
+    for part in filter(None, parent_path.split(".")):
+        if part not in parent._modules:
+            parent.add_module(part, nn.Module())
+        parent = parent.get_submodule(part)
+    if leaf in parent._modules:
+        routed.adopt(parent.get_submodule(leaf))
+    parent._modules[leaf] = routed
+
+
+# Finish
+
+
+def _parameters(traced: Traced) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by every name they have, tied ones too."""
+    source = traced.module if traced.module is not None else traced.graph_module
+    return source.state_dict(keep_vars=True)
+
+
+def _finish(traced: Traced, info: Info, keep: Mapping[str, Tensor]) -> RoutedModel:
+    graph_module = traced.graph_module
+    switch_dropout(graph_module)
+    graph_module.graph.lint()
+    result = RoutedModel(graph_module, graph_module.graph, info)
+    for path, holder in result.named_modules():
+        prefix = f"{path}." if path else ""
+        holder._non_persistent_buffers_set |= {n for n in holder._buffers if prefix + n not in keep}
+    for name, value in keep.items():
+        _keep(result, name, value)
+    return result.train(traced.module.training if traced.module is not None else False)  # type: ignore[return-value]
+
+
+def _keep(module: nn.Module, path: str, value: Tensor) -> None:
+    """Register a parameter that the graph itself does not read, such as the second name of a tied weight."""
+    *parents, leaf = path.split(".")
+    for part in parents:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module._modules[part]  # type: ignore[assignment]
+    if isinstance(value, nn.Parameter):
+        module._parameters[leaf] = value
+        module._buffers.pop(leaf, None)
+    elif leaf not in module._parameters:
+        module._buffers[leaf] = value
+
+
+def _info(traced: Traced, found: Blocks, settings: dict[str, Any]) -> Info:
+    placeholders = [n for n in traced.graph_module.graph.nodes if n.op == "placeholder"]
+    examples = pytree.tree_leaves(list(traced.examples.values()))
+    names = _size_names(placeholders, found)
+    inputs = []
+    for node, example in zip(placeholders, examples, strict=True):
+        value = value_of(node)
+        _same_batch(value, names)
+        if isinstance(value, Tensor):
+            dims = tuple(int(e) if e.is_Integer else names.setdefault(e, f"{node.target}.{i}")
+                         for i, e in enumerate(shape_of(value)))
+            inputs.append(InputSpec(str(node.target), dims, value.dtype, example))
+    return Info(traced.call, traced.out_spec, tuple(inputs), _output_names(traced.out_spec), settings, _source(traced))
+
+
+def _size_names(placeholders: list[fx.Node], found: Blocks) -> dict[Any, str]:
+    sizes = next((b.analysis.sizes for b in found if b.reopened is None), None)
+    if sizes is not None:
+        return {sizes.sequence: "sequence", sizes.batch: "batch"}
+    free = [e for n in placeholders for e in shape_of(value_of(n))[:2] if e.is_Symbol]
+    first = placeholders[0] if placeholders else None
+    batch = shape_of(value_of(first))[:1] if first is not None else ()
+    names = {e: "batch" for e in batch if e.is_Symbol}
+    rest = [e for e in free if e not in names]
+    return names | ({rest[0]: "sequence"} if rest else {})
+
+
+def _same_batch(value: Any, names: dict[Any, str]) -> None:
+    """Let an input whose batch merely broadcasts (a mask) share the batch's name."""
+    batch = next((e for e, n in names.items() if n == "batch"), None)
+    if batch is not None and isinstance(value, Tensor) and value.dim() and shape_of(value)[0].is_Symbol:
+        names.setdefault(shape_of(value)[0], "batch")
+
+
+def _output_names(spec: pytree.TreeSpec) -> tuple[str, ...]:
+    leaves = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    if isinstance(leaves, Mapping):
+        found = [f"{k}.{i}" if len(part) > 1 else str(k) for k, v in leaves.items()
+                 for part in [pytree.tree_leaves(v)] for i in range(len(part))]
+        return tuple(found)
+    return ("output",) if spec.num_leaves == 1 else tuple(f"output.{i}" for i in range(spec.num_leaves))
+
+
+def _source(traced: Traced) -> dict[str, Any]:
+    """How to build the dense model again: a Hugging Face class and configuration, where it has one."""
+    config = getattr(traced.module, "config", None)
+    if config is not None and hasattr(config, "to_dict"):
+        return {"kind": "huggingface", "class": type(traced.module).__name__, "config": config.to_dict()}
+    return {"kind": "module", "class": type(traced.module).__qualname__ if traced.module is not None else None}
