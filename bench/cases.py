@@ -30,7 +30,6 @@ class Case:
         dtype: of the weights: float32, float16 or bfloat16.
         dims: sizes of further input dims by the names in ``RoutedModel.inputs``.
         seed: of the routers' random weights, where the model brings no trained ones.
-        opset: of the exported ONNX files.
 
     Raises:
         InputError: a size is below 1, or the dtype is none of the three.
@@ -49,7 +48,6 @@ class Case:
     dtype: str = "float32"
     dims: Mapping[str, int] = field(default_factory=dict)
     seed: int = 0
-    opset: int = 18
 
     def __post_init__(self) -> None:
         sizes = {"batch": self.batch, "sequence": self.sequence, "every": self.every, **self.dims}

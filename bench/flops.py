@@ -19,7 +19,7 @@ __all__ = ["FlopCount", "count_flops"]
 
 @dataclass(frozen=True)
 class FlopCount:
-    """Operations of one call, in all and inside each named block; ``slots``: tokens that a routed block takes."""
+    """Operations of one call, in all and by named block; ``slots``: the tokens that a routed block takes."""
 
     total: int
     blocks: Mapping[str, int] = field(default_factory=dict)

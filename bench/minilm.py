@@ -17,8 +17,8 @@ def load_minilm(weights: Path, dtype: torch.dtype) -> nn.Module:
 
     Source: the layout of Hugging Face model folders.
 
-    >>> load_minilm.__annotations__["return"]
-    'nn.Module'
+    Raises:
+        MissingExtraError: transformers is not installed.
     """
     transformers = transformers_offline("models")
     with no_progress_bar(transformers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -60,6 +61,13 @@ def run_case(
     Raises:
         InputError: the case does not fit the model, or the model does not run at its shape.
         TraceError, BlockError: the model cannot be traced or routed.
+
+    >>> import torch
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    >>> source = Source(encoder, (torch.randn(2, 6, 8),), "encoder")
+    >>> round(run_case(Case("encoder", sequence=64, capacity=0.25), [], source=source).ideal, 2)
+    1.78
     """
     source = source or load_model(case.model, case.torch_dtype)
     tell = progress or (lambda what, done, expected: None)
@@ -75,7 +83,7 @@ def run_case(
             for runner in (RUNNERS.values() if runners is None else runners)
         ]
     return Result(
-        case=case,
+        case=variants.case,
         name=source.name,
         rows=tuple(rows),
         dense_flops=dense_flops,
@@ -145,4 +153,5 @@ def _measured(
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "no message")
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+    return next(iter(plain.splitlines()), "no message")

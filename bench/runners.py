@@ -39,7 +39,7 @@ class Runner(Protocol):
         """
 
     def peak_bytes(self, call: Call) -> int | None:
-        """Memory that the first call of what :meth:`prepare` returned takes at most; None: unknown."""
+        """Memory that the first call after :meth:`prepare` takes at most; None: unknown."""
 
 
 RUNNERS: dict[str, Runner] = {

@@ -41,9 +41,6 @@ def load_smollm2(weights: Path, dtype: torch.dtype) -> nn.Module:
         MissingExtraError: gguf or transformers is not installed.
 
     Source: the GGUF specification (``docs/gguf.md`` of ggml), section "Standardized key-value pairs".
-
-    >>> GGUF_FILE.endswith(".gguf")
-    True
     """
     gguf = require("gguf", "models")
     transformers = transformers_offline("models")

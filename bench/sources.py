@@ -125,6 +125,6 @@ def _factory(spec: str) -> Any:
             ) from e
         raise InputError(f"MODEL '{spec}' names the module '{module_name}', which cannot be found") from e
     if not callable(factory):
-        found = "has no such name" if factory is None else f"holds a value of type {type(factory).__name__} there"
+        found = "has no such name" if factory is None else f"holds a {type(factory).__name__} there"
         raise InputError(f"MODEL '{spec}' needs a function '{attribute}' in '{module_name}', which {found}")
     return factory

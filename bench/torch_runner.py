@@ -37,7 +37,7 @@ class TorchRunner:
         return _no_compiler() if self.compiled else None
 
     def prepare(self, model: RoutedModel, inputs: Mapping[str, Tensor], workdir: Path) -> Call:
-        """Place the model (a copy, if it moves) and compile it by a first call.
+        """Place the model (a copy, if it moves) and call it once, which compiles it and fills torch's caches.
 
         >>> from modpass import trace
         >>> model = trace(torch.nn.ReLU(), torch.zeros(2, 1))
@@ -53,8 +53,7 @@ class TorchRunner:
             with torch.no_grad():
                 return module(**placed)
 
-        if self.compiled:
-            call()
+        call()
         return call
 
     def peak_bytes(self, call: Call) -> int | None:

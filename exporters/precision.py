@@ -13,7 +13,12 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import InlinePass, LiftConstantsToInitializersPass, RemoveUnusedNodesPass, ShapeInferencePass
+from onnx_ir.passes.common import (
+    InlinePass,
+    LiftConstantsToInitializersPass,
+    RemoveUnusedNodesPass,
+    ShapeInferencePass,
+)
 
 from modpass.errors import ExportError, InputError
 from modpass.exporters.islands import find_islands, is_constant, is_float, paired, schema_of
@@ -55,9 +60,9 @@ def to_precision(
         ExportError: a value has no type, and ONNX cannot infer it.
 
     >>> head = '<ir_version: 8, opset_import: ["": 18]> g (float[2] x) => (float[2] y)'
-    >>> model = ir.from_onnx_text(head + '{a = Neg(x) y = Sqrt(a)}')
+    >>> model = ir.from_onnx_text(head + '{a = Relu(x) y = Sqrt(a)}')
     >>> [n.op_type for n in to_precision(model, "float16").graph]
-    ['Neg', 'Cast', 'Sqrt', 'Cast']
+    ['Relu', 'Cast', 'Sqrt', 'Cast']
     """
     if dtype not in _HALF:
         raise InputError(f"dtype is '{dtype}', to_precision makes: {', '.join(_HALF)}")
@@ -82,8 +87,8 @@ def _complete_types(model: ir.Model) -> None:
         ShapeInferencePass()(model)
     for node in untyped():
         raise ExportError(
-            f"{node.op_type} '{node.name}' makes a value of unknown type ({node.outputs[0].name}), so to_precision "
-            "cannot tell whether it is float32; write its type into the model's value_info"
+            f"{node.op_type} '{node.name}' makes a value of unknown type ({node.outputs[0].name}), "
+            "which may or may not be float32; write its type into the model's value_info"
         )
 
 
@@ -153,9 +158,9 @@ class _Conversion:
 
     def _retype(self, nodes: list[ir.Node], graphs: list[ir.Graph]) -> None:
         for graph in graphs:
-            for value in graph.inputs:
-                if is_float(value):
-                    self._set_type(value)
+            for entry in graph.inputs:
+                if is_float(entry):
+                    self._set_type(entry)
         for node in nodes:
             if node in self.islands:
                 continue

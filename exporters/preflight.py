@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from modpass.exporters.islands import module_scopes
+from modpass.exporters.islands import is_constant, module_scopes
 from modpass.exporters.manifest import Manifest
 from modpass.exporters.trt_api import Flavor, find, parse_capability
 
@@ -170,9 +170,8 @@ def _operator(node: ir.Node, inside_if: bool, context: _Context) -> Iterator[Ref
     if turing and node.op_type in ("MatMul", "Gemm") and _dtype(node, 0) == ir.DataType.FLOAT:
         reason = f"float32 {node.op_type} does not exist in {context.target}; export in float16"
         yield context.refuse(node, reason)
-    if node.op_type not in _FLOAT8_CONSUMERS and any(
-        v is not None and v.dtype in _FLOAT8 for v in node.inputs
-    ):
+    float8 = any(v is not None and v.dtype in _FLOAT8 and not is_constant(v) for v in node.inputs)
+    if float8 and node.op_type not in _FLOAT8_CONSUMERS:
         yield context.refuse(node, f"{node.op_type} cannot read float8; quantise after it, on its result")
 
 
@@ -250,8 +249,8 @@ def _attention(node: ir.Node, inside_if: bool, context: _Context) -> Iterator[Re
         size = shape[-1] // heads if len(shape) == 3 and heads else shape[-1]
     if _dtype(node, 0) == ir.DataType.FLOAT and not (shape is not None and shape[-2] == 1):
         yield context.refuse(node, f"Attention in float32 has no fused kernel; {cure}, or export in float16")
-    if size is not None and not 16 <= size <= 256:
-        yield context.refuse(node, f"Attention has head size {size}, fused kernels have 16 to 256; {cure}")
+    if size is not None and not 8 < size <= 256:
+        yield context.refuse(node, f"Attention has head size {size}, fused kernels have 9 to 256; {cure}")
     if sum(bool(o.name) and bool(o.uses() or o.is_graph_output()) for o in node.outputs) > 1:
         yield context.refuse(node, f"Attention has several outputs, TensorRT supports one; {cure}")
     for name in ("softcap", "softmax_precision", "qk_matmul_output_mode"):

@@ -84,8 +84,8 @@ def build_engine(
     seconds = round(time.perf_counter() - started, 3)
     built = replace(
         manifest, kind="engine", file=Path(engine).name, data=None, flavor=flavor,
-        onnx_sha256=manifest.sha256, compute_capability=compute_capability, versions={**manifest.versions, **versions(facts.module)},
-        build_seconds=seconds,
+        onnx_sha256=manifest.sha256, compute_capability=compute_capability, build_seconds=seconds,
+        versions={**manifest.versions, **versions(facts.module)},
     )  # fmt: skip
     built = _write(engine, plan, built)
     if cache is not None:
@@ -189,12 +189,12 @@ def _parse(trt: TensorRT, network: Any, source: Path, names: dict[str, str]) -> 
     if parser.parse_from_file(str(source.resolve())):
         return parser
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
-    said = "; ".join(f"{_where(e, names)}{e.desc()}" for e in errors[:1])
+    said = "; ".join(f"{_where(e)}{e.desc()}" for e in errors[:1])
     raise _failure(trt, f"could not parse '{source}'", names, said or None)
 
 
-def _where(error: Any, names: dict[str, str]) -> str:
-    """ONNX node, operator and torch module of a parser error, in versions that tell them."""
+def _where(error: Any) -> str:
+    """ONNX operator and node of a parser error, in versions that tell them."""
     node = error.node_name() if hasattr(error, "node_name") else ""
     operator = error.node_operator() if hasattr(error, "node_operator") else ""
     return f"{operator or 'node'} '{node}': " if node or operator else ""
@@ -202,11 +202,8 @@ def _where(error: Any, names: dict[str, str]) -> str:
 
 def _failure(trt: TensorRT, sentence: str, names: dict[str, str], said: str | None = None) -> BuildError:
     said = said or trt.log.first_error() or "it gave no reason"
-    places = {
-        f"node '{word}' of module '{names[word]}'"
-        for word in re.findall(r"[\w.:/\-]+", said)
-        if word in names
-    }
+    words = {word.strip(".:") for word in re.findall(r"[\w.:/\-]+", said)}
+    places = {f"node '{word}' of module '{names[word]}'" for word in words if word in names}
     place = f" (at {', '.join(sorted(places))})" if places else ""
     return BuildError(f"{trt.flavor.title} {trt.version} {sentence}{place}: {said}")
 

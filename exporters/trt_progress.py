@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,24 +25,32 @@ def build(trt: TensorRT, builder: Any, network: Any, config: Any, progress: bool
     Raises:
         KeyboardInterrupt: after TensorRT has stopped.
     """
-    cancelled = threading.Event()
+    go, cancelled = threading.Event(), threading.Event()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-    def run() -> Any:
-        if device is not None:
-            torch.cuda.set_device(device)  # the current device belongs to a thread
-        return builder.build_serialized_network(network, config)
-
     with _bar(progress) as bar, ThreadPoolExecutor(1) as pool:
-        monitor = _monitor(trt.module, bar, cancelled)  # must outlive the build: TensorRT keeps no reference
-        config.progress_monitor = monitor
-        future: Future[Any] = pool.submit(run)
+        monitor = _monitor(trt.module, bar, cancelled)
+
+        def run() -> Any:
+            go.wait()  # until the pool knows this thread, for it must wait for it on every way out
+            if cancelled.is_set():
+                return None
+            if device is not None:
+                torch.cuda.set_device(device)  # the current device belongs to a thread
+            # set here, so that the monitor lives as long as the build, which needs it
+            config.progress_monitor = monitor
+            return builder.build_serialized_network(network, config)
+
         try:
+            future: Future[Any] = pool.submit(run)
+            go.set()
+            # in short waits: Python handles a signal that another thread received only when this one runs
+            while not wait([future], timeout=0.1).done:
+                pass
             return future.result()
         except KeyboardInterrupt:
             cancelled.set()
-            future.exception()  # wait: what TensorRT works on must not be freed under it
-            raise
+            go.set()
+            raise  # leaving the pool waits until TensorRT has stopped
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def _routed(dense: Callable[..., Any], setting: Setting, keep: Tensor | None,
         x_BSD = stream if setting.seq_dim == 1 else stream.transpose(0, 1)
         fits = keep if keep is not None and keep.shape == x_BSD.shape[:2] else None
         scores = [[(token.float() * setting.weight).sum() for token in row] for row in x_BSD]
-        chosen = [reference_choice([float(s) for s in row], setting.capacity,
+        chosen = [reference_choice([s.detach().item() for s in row], setting.capacity,
                                    None if fits is None else [bool(v) for v in fits[b]])
                   for b, row in enumerate(scores)]
         note(chosen)

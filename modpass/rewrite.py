@@ -106,9 +106,10 @@ def _drop_dead(graph: fx.Graph) -> None:
 # Reopened blocks
 
 
-def splice(graph_module: fx.GraphModule, name: str, old: fx.Node, reopened: Reopened) -> dict[fx.Node, fx.Node]:
+def splice(graph_module: fx.GraphModule, name: str, old: fx.Node, reopened: Reopened,
+           moved: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     """Put a block's reopened graph in the place of the one with a fixed sequence; returns old -> new nodes."""
-    graph, env = graph_module.graph, dict(reopened.outer)
+    graph, env = graph_module.graph, {k: moved.get(v, v) for k, v in reopened.outer.items()}
     prefix = name.partition("@")[0]
     with graph.inserting_before(old):
         for node in reopened.graph_module.graph.nodes:

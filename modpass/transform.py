@@ -80,8 +80,9 @@ def mod_transform(
     info = _info(traced, found, settings)
     mask = _PaddingMask(traced, padding_mask)
     keeper = _parameters(traced)
+    moved: dict[fx.Node, fx.Node] = {}
     for block in picked:
-        _route(traced.graph_module, block, capacities[block.name], gate, selection, mask)
+        _route(traced.graph_module, block, capacities[block.name], gate, selection, mask, moved)
     result = _finish(traced, info, keeper)
     return result.seed(generator)
 
@@ -175,16 +176,22 @@ class _PaddingMask:
 
 
 def _route(graph_module: fx.GraphModule, block: Block, capacity: float, gate: str, selection: str,
-           mask: _PaddingMask) -> None:
-    analysis, output, env = block.analysis, block.analysis.output, None
+           mask: _PaddingMask, moved: dict[fx.Node, fx.Node]) -> None:
+    """Route one block. ``moved``: outputs of blocks routed before, and the calls that took their place."""
+    analysis, output = block.analysis, block.analysis.output
     if block.reopened is not None:
-        fixed_output = next(n for n in reversed(block.nodes) if any(u not in set(block.nodes) for u in n.users))
-        env = splice(graph_module, block.name, fixed_output, block.reopened)
+        inside = set(block.nodes)
+        fixed_output = next(n for n in reversed(block.nodes) if any(u not in inside for u in n.users))
+        env = splice(graph_module, block.name, fixed_output, block.reopened, moved)
         analysis, output = _translate(analysis, env), env[output]
     body = outline(block.name, analysis)
-    routed = _routed_block(graph_module, block.name, body, analysis, capacity, gate, selection)
-    arguments = (analysis.stream, mask.of(analysis), *(s.node for s in body.sides))
-    replace_call(graph_module.graph, block.name, output, arguments)
+    routed = _routed_block(block.name, body, analysis, capacity, gate, selection)
+    outer = [analysis.stream, mask.of(analysis), *(s.node for s in body.sides)]
+    arguments = tuple(moved.get(n, n) if n is not None else None for n in outer)
+    call = replace_call(graph_module.graph, block.name, output, arguments)
+    moved[output] = call
+    if block.reopened is not None:
+        moved[fixed_output] = call
     _install(graph_module, block.name, routed)
 
 
@@ -195,7 +202,7 @@ def _translate(analysis: Analysis, env: Mapping[fx.Node, fx.Node]) -> Analysis:
                     [env[n] for n in analysis.tokens], [env[n] for n in analysis.hoisted], gathers)
 
 
-def _routed_block(graph_module: fx.GraphModule, name: str, body: Body, analysis: Analysis, capacity: float,
+def _routed_block(name: str, body: Body, analysis: Analysis, capacity: float,
                   gate: str, selection: str) -> RoutedBlock:
     device = value_of(analysis.stream).device
     switch_dropout(body.graph_module)

@@ -124,11 +124,11 @@ class TestModelArgument:
     @pytest.mark.parametrize(
         ("spec", "message"),
         [
-            ("gpt-17", "MODEL 'gpt-17' is not there; it may be a bundled model (smollm2-135m, minilm-l6, dino"),
+            ("gpt-17", "MODEL 'gpt-17' is not there; it may be a bundled model (smollm2-135m, minilm-l6"),
             (__file__, "is a file; it may be a bundled model"),
-            ("no_such_package.models:make", "names the module 'no_such_package.models', which cannot be found"),
+            ("no_such_package.models:make", "the module 'no_such_package.models', which cannot be found"),
             ("torch.nn:NoSuchLayer", "needs a function 'NoSuchLayer' in 'torch.nn', which has no such name"),
-            (f"{__name__}:not_a_function", "which holds a value of type int there"),
+            (f"{__name__}:not_a_function", "which holds a int there"),
             (f"{__name__}:make_number", "returned int; it must return a torch.nn.Module, or a pair"),
             ("../models.py:make", "is not of the form package.module:factory"),
             (":make", "is not of the form package.module:factory"),

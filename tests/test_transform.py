@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import modpass
@@ -27,6 +28,18 @@ def keep_of(name: str, inputs: dict[str, Any]) -> Tensor | None:
 def transform(name: str, model: nn.Module, capacity: float, **options: Any) -> modpass.RoutedModel:
     return modpass.mod_transform(model, capacity, example_inputs=ZOO[name].example_inputs(),
                                  padding_mask=ZOO[name].padding_mask, **options)
+
+
+@cache
+def routed_pair(name: str) -> tuple[nn.Module, modpass.RoutedModel]:
+    """A model of the zoo and its routed form, traced once; tests set capacity and gate on its blocks."""
+    model = make(name)
+    return model, transform(name, model, 0.5)
+
+
+def set_blocks(routed: modpass.RoutedModel, capacity: float, gate: str) -> None:
+    for block in routed.routed_blocks.values():
+        block.capacity, block.gate = capacity, gate
 
 
 def settings_of(routed: modpass.RoutedModel) -> dict[str, Setting]:
@@ -57,9 +70,8 @@ def test_unit_gate_at_full_capacity_equals_the_dense_model(name: str) -> None:
 @pytest.mark.parametrize("capacity", [0.125, 0.5])
 @pytest.mark.parametrize("name", ZOO)
 def test_routed_model_equals_the_slow_reference(name: str, capacity: float, side: str) -> None:
-    model = make(name)
-    gate = {"none": "linear", "left": "sigmoid", "right": "unit"}[side]
-    routed = transform(name, model, capacity, gate=gate)
+    model, routed = routed_pair(name)
+    set_blocks(routed, capacity, {"none": "linear", "left": "sigmoid", "right": "unit"}[side])
     inputs = inputs_of(name, 3, 26, side)
     keep, chosen = keep_of(name, inputs), {}
     with torch.no_grad(), modpass.recorded_choices() as choices:
@@ -69,13 +81,15 @@ def test_routed_model_equals_the_slow_reference(name: str, capacity: float, side
     assert {n: c.tolist() for n, c in choices.items()} == chosen
     seq_first = name == "encoder-sbd"
     assert relative(real(found, keep, seq_first), real(wanted, keep, seq_first)) < 1e-4
-    dense = first(model(**inputs))
+    with torch.no_grad():
+        dense = first(model(**inputs))
     assert relative(real(found, keep, seq_first), real(dense, keep, seq_first)) > 1e-3, "routing changed nothing"
 
 
 @pytest.mark.parametrize("name", ["llama", "tril-buffer", "alibi", "inner-rotary", "encoder-sbd"])
 def test_a_row_gives_the_same_alone_and_in_a_batch(name: str) -> None:
-    routed = transform(name, make(name), 0.25)
+    _, routed = routed_pair(name)
+    set_blocks(routed, 0.25, "linear")
     inputs = inputs_of(name, 3, 20)
     batch_dim = 1 if name == "encoder-sbd" else 0
     one = {k: (v[:, 1:2] if v.dim() == 3 and batch_dim else v[1:2]) for k, v in inputs.items()}

@@ -1,0 +1,138 @@
+"""Rows of runners that run, that cannot and that fail; binding of TensorRT engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from bench_decoder import Counting
+from torch import Tensor
+
+from modpass.bench import RUNNERS, Plan, Row, Runner, measure, runners_named
+from modpass.bench.tensorrt_runner import bind
+from modpass.errors import BuildError, InputError
+
+
+def measured(runner: Runner, folder: Path) -> Row:
+    models: Any = {"dense": None, "routed": None}
+    return measure(runner, models, {}, folder, Plan(warmup=0, repeats=2), lambda *_: None)
+
+
+class TestMeasure:
+    def test_a_runner_that_is_not_available_keeps_its_row_with_the_reason(self, tmp_path: Path) -> None:
+        row = measured(Counting(reason="no NVIDIA GPU", error=AssertionError()), tmp_path)
+        assert (row.status, row.reason, row.ratio) == ("skipped", "no NVIDIA GPU", None)
+
+    def test_a_runner_that_fails_keeps_its_row_with_the_first_line(self, tmp_path: Path) -> None:
+        row = measured(Counting(error=BuildError("\x1b[96mK exceeds 3840\x1b[0m\nand more")), tmp_path)
+        assert (row.status, row.reason) == ("failed", "BuildError: K exceeds 3840")
+
+    def test_both_models_are_prepared_in_folders_of_their_own(self, tmp_path: Path) -> None:
+        row = measured(Counting(), tmp_path)
+        assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/*")) == [
+            "dense/prepared",
+            "routed/prepared",
+        ]
+        assert row.status == "measured"
+        assert row.dense is not None
+        assert (len(row.dense.timing.samples), row.dense.peak_bytes) == (2, 7)
+        assert row.ratio is not None
+        assert row.ratio.value > 1
+
+    def test_on_a_gpu_the_device_is_waited_for(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        waits: list[None] = []
+        monkeypatch.setattr("modpass.bench.run.synchronize_gpu", lambda: waits.append(None))
+        measured(Counting(device="cpu"), tmp_path)
+        assert not waits
+        measured(Counting(device="cuda"), tmp_path)
+        assert len(waits) == 2 * 2 * 2  # before and after, of two models, in two rounds
+
+
+class TestRunners:
+    def test_all_follow_the_protocol_under_their_own_name(self) -> None:
+        assert all(isinstance(r, Runner) and r.name == name for name, r in RUNNERS.items())
+
+    def test_an_unknown_name_is_refused(self) -> None:
+        with pytest.raises(InputError, match="no runner is called 'tflite'; there are: torch, torch-c"):
+            runners_named(["torch", "tflite"])
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    @pytest.mark.parametrize("name", [n for n, r in RUNNERS.items() if r.device == "cuda"])
+    def test_without_a_gpu_the_reason_is_that(self, name: str) -> None:
+        assert RUNNERS[name].available() == "no NVIDIA GPU"
+
+    def test_compiling_without_a_compiler_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        assert RUNNERS["torch-compile"].available() == (
+            "torch.compile needs a C++ compiler; there is no no-such-compiler"
+        )
+
+
+class FakeEngine:
+    """Two inputs and an output, as TensorRT's ``ICudaEngine`` and ``IExecutionContext`` tell of them."""
+
+    tensors = (
+        ("ids", "INPUT", "INT64", (1, 3)),
+        ("scale", "INPUT", "HALF", (1,)),
+        ("logits", "OUTPUT", "FLOAT", (1, 3, 5)),
+    )
+    num_io_tensors = 3
+
+    def __init__(self) -> None:
+        self.addresses: dict[str, int] = {}
+
+    def get_tensor_name(self, i: int) -> str:
+        return self.tensors[i][0]
+
+    def _of(self, name: str) -> tuple[str, str, str, tuple[int, ...]]:
+        return next(t for t in self.tensors if t[0] == name)
+
+    def get_tensor_mode(self, name: str) -> str:
+        return self._of(name)[1]
+
+    def get_tensor_dtype(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=self._of(name)[2])
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return self._of(name)[3]
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self.addresses[name] = address
+        return True
+
+
+class TestEngineBinding:
+    module = SimpleNamespace(TensorIOMode=SimpleNamespace(INPUT="INPUT"))
+    inputs: Mapping[str, Tensor] = {"ids": torch.tensor([[1, 2, 3]]), "scale": torch.ones(1)}
+
+    def test_every_tensor_gets_memory_of_its_own_dtype_and_shape(self) -> None:
+        engine = FakeEngine()
+        tensors = bind(self.module, engine, engine, self.inputs, "cpu")
+        assert {n: t.dtype for n, t in tensors.items()} == {
+            "ids": torch.int64,
+            "scale": torch.float16,
+            "logits": torch.float32,
+        }
+        assert tensors["logits"].shape == (1, 3, 5)
+        assert engine.addresses == {n: t.data_ptr() for n, t in tensors.items()}
+
+    def test_an_input_that_is_not_given_is_named(self) -> None:
+        engine = FakeEngine()
+        with pytest.raises(BuildError, match="has the input 'scale', which is not given: ids"):
+            bind(self.module, engine, engine, {"ids": self.inputs["ids"]}, "cpu")
+
+    def test_the_names_it_relies_on_are_those_of_tensorrt(self) -> None:
+        trt = pytest.importorskip("tensorrt_rtx")
+        for name in ("get_tensor_name", "get_tensor_mode", "get_tensor_dtype", "get_tensor_shape"):
+            assert hasattr(trt.ICudaEngine, name)
+        assert hasattr(trt.ICudaEngine, "device_memory_size_v2")
+        assert hasattr(trt.IExecutionContext, "set_tensor_address")
+        assert hasattr(trt.IExecutionContext, "execute_async_v3")
+        assert {"FLOAT", "HALF", "BF16", "INT64", "INT32", "BOOL"} <= trt.DataType.__members__.keys()
+        assert "INPUT" in trt.TensorIOMode.__members__
