@@ -65,7 +65,7 @@ class Call:
             found, found_spec = pytree.tree_flatten(self._value(name, value, given))
             if found_spec != spec:
                 raise InputError(f"input '{name}' has the structure {found_spec}; it was traced with {spec}")
-            leaves.extend(found)
+            leaves.extend(found if name not in self.constants else [])
         return leaves
 
     def _value(self, name: str, value: Any, given: Mapping[str, Any]) -> Any:

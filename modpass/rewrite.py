@@ -19,7 +19,7 @@ from modpass.symbols import emit, expr_of, value_of
 if TYPE_CHECKING:
     from modpass.reopen import Reopened
 
-__all__ = ["Body", "Side", "normalise", "outline", "replace_call", "retarget", "splice", "switch_dropout"]
+__all__ = ["Body", "Side", "drop_inputs", "normalise", "outline", "replace_call", "retarget", "splice", "switch_dropout"]
 
 aten = torch.ops.aten
 _CHECKS = {"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size",
@@ -95,6 +95,13 @@ def _inline(node: fx.Node, constant: int) -> None:
     for user in list(node.users):
         user.args = fx.map_arg(user.args, lambda n: constant if n is node else n)
         user.kwargs = fx.map_arg(user.kwargs, lambda n: constant if n is node else n)
+
+
+def drop_inputs(graph: fx.Graph, names: set[str]) -> None:
+    """Drop the placeholders of constants: the trace has worked their values into the graph."""
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and str(node.target) in names and not node.users:
+            graph.erase_node(node)
 
 
 def _drop_dead(graph: fx.Graph) -> None:

@@ -16,7 +16,7 @@ from modpass.blocks import Block, Blocks, locate
 from modpass.errors import BlockError, InputError
 from modpass.functional import check_capacity
 from modpass.model import Info, InputSpec, RoutedModel
-from modpass.rewrite import Body, normalise, outline, replace_call, splice, switch_dropout
+from modpass.rewrite import Body, drop_inputs, normalise, outline, replace_call, splice, switch_dropout
 from modpass.routing import Gate, RoutedBlock, Selection, choose_option
 from modpass.symbols import shape_of, value_of
 from modpass.tracing import Traced, capture
@@ -234,6 +234,7 @@ def _parameters(traced: Traced) -> dict[str, Tensor]:
 
 def _finish(traced: Traced, info: Info, keep: Mapping[str, Tensor]) -> RoutedModel:
     graph_module = traced.graph_module
+    drop_inputs(graph_module.graph, set(traced.call.constants))
     switch_dropout(graph_module)
     graph_module.graph.lint()
     result = RoutedModel(graph_module, graph_module.graph, info)

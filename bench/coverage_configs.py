@@ -1,0 +1,142 @@
+"""A tiny random model of any Hugging Face architecture: its own configuration with every size shrunk.
+
+The rules go by what a field's name says it counts (layers, heads, widths, tokens), never by the model.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from modpass.bench.coverage_overrides import overrides_for
+
+__all__ = ["enliven", "shrink", "shrunk_value"]
+
+LAYERS, HEADS, HEAD_DIM, WIDTH, HIDDEN, VOCABULARY, POSITIONS = 4, 4, 16, 64, 96, 128, 128
+
+# First match wins; a number is the largest size allowed, so that nothing ever grows.
+_RULES: tuple[tuple[str, int], ...] = (
+    (r"(num|n)_.*(key_value|kv)_heads|num_kv_heads|multi_query_group_num", 2),
+    (r".*(num|n)_.*heads?|n_heads?|num_heads|.*attention_heads|.*_heads", HEADS),
+    (r"qk_rope_head_dim|qk_nope_head_dim|rotary_dim|index_head_dim", HEAD_DIM // 2),
+    (r".*head_dim|.*head_size|d_kv|d_head|kv_channels|v_head_dim|.*head_dimension", HEAD_DIM),
+    (r".*lora_rank|.*_rank", HEAD_DIM),
+    (r".*(num|n)_.*layers|n_layers?|num_layers|.*_layers|.*depth|layers", LAYERS),
+    (r".*(experts_per_tok|experts_per_token|top_k|topk|topk_experts|experts_top_k)", 2),
+    (r"n_group|topk_group|num_expert_group", 1),
+    (r".*experts?", 4),
+    (r".*expert_capacity", 64),
+    (r".*(intermediate|ffn|feed_forward|inner|mlp|filter).*(size|dim)|d_ff|d_inner|n_inner|ffn_dim|dim_ff|.*_ffn_dim",
+     HIDDEN),
+    (r".*vocab.*(size|num)|.*vocab_size.*|.*vocabulary_size", VOCABULARY),
+    (r".*(max_.*position.*|max_.*positions|n_positions|n_ctx|max_seq_len|max_sequence_length|model_max_length)",
+     POSITIONS),
+    (r".*(sliding_window|attention_window|local_attention|window_len|attention_chunk_size|max_window.*)", 8),
+    (r".*(hidden_size|hidden_dim|embed_dim|embedding_size|embedding_dim|n_embd|d_model|d_embed|d_latents|proj.*_dim"
+     r"|projection_size|width|emb_dim|proj.*size)|dim|word_embed_proj_dim|hidden|bottleneck_size", WIDTH),
+)  # fmt: skip
+_TOKEN_ID = re.compile(r".*(token_id|token_index|token_idx|_id|index)$")
+
+
+def shrunk_value(name: str, value: Any) -> Any:
+    """The value of a field, shrunk by what its name says it counts; anything else is returned as it is.
+
+    >>> shrunk_value("num_hidden_layers", 32), shrunk_value("hidden_size", 4096), shrunk_value("rope_theta", 1e4)
+    (4, 64, 10000.0)
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        return value
+    for pattern, limit in _RULES:
+        if re.fullmatch(pattern, name):
+            return min(value, limit)
+    if _TOKEN_ID.fullmatch(name) and value >= VOCABULARY:
+        return 1 if name.startswith(("bos", "eos", "decoder_start")) else 0
+    return value
+
+
+def shrink(cls: Any, **given: Any) -> Any:
+    """A configuration of class ``cls`` with small sizes; sub-configurations too. ``given`` overrides.
+
+    Raises:
+        Exception: whatever the class itself raises when its sizes do not fit each other.
+
+    >>> from transformers import LlamaConfig
+    >>> shrink(LlamaConfig).num_hidden_layers
+    4
+    """
+    defaults = dict(_defaults(cls))
+    values = {name: shrunk_value(name, value) for name, value in defaults.items()}
+    small = {name: value for name, value in values.items() if value != defaults[name]}
+    small |= {name: _first(value, values) for name, value in defaults.items() if isinstance(value, list | tuple)}
+    small |= _grouped_heads(defaults, small) | _image(defaults) | _rotary(defaults)
+    small |= {name: shrink(sub) for name, sub in _sub_configs(cls) if name in defaults}
+    return cls(**(small | overrides_for(cls.model_type, small) | given))
+
+
+def _defaults(cls: Any) -> Iterator[tuple[str, Any]]:
+    """Each field's own default, before the class derives further fields from it."""
+    for field in fields(cls):
+        default = field.default if callable(field.default_factory) is False else field.default_factory()
+        if not field.name.startswith("_") and field.init:
+            yield field.name, getattr(cls, field.name, None) if type(default).__name__ == "_MISSING_TYPE" else default
+
+
+def _sub_configs(cls: Any) -> Iterator[tuple[str, Any]]:
+    for name, sub in (getattr(cls, "sub_configs", None) or {}).items():
+        if isinstance(sub, type) and sub.__name__ != "AutoConfig":
+            yield name, sub
+
+
+def _first(value: Any, sizes: Mapping[str, Any]) -> Any:
+    """A list with an entry per layer keeps an entry per layer that is left."""
+    layers = next((v for k, v in sizes.items() if re.fullmatch(r"num_hidden_layers|n_layers?|num_layers", k)), None)
+    return value if layers is None or len(value) <= LAYERS else type(value)(value[:layers])
+
+
+def _grouped_heads(defaults: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, int]:
+    """As many key heads as query heads stay as many."""
+    heads = next((n for n in ("num_attention_heads", "n_head", "num_heads") if isinstance(defaults.get(n), int)), None)
+    names = [n for n in ("num_key_value_heads", "num_kv_heads") if isinstance(defaults.get(n), int)]
+    return {n: small.get(heads, defaults[heads]) for n in names if heads and defaults[n] == defaults[heads]}
+
+
+def _image(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Four patches a side, or 64 pixels where patches are small or none."""
+    size, patch = defaults.get("image_size"), defaults.get("patch_size")
+    if size is None:
+        return {}
+    first = patch[0] if isinstance(patch, list | tuple) else patch
+    pixels = 4 * first if isinstance(first, int) and first >= 8 else 64
+    return {"image_size": type(size)([pixels] * len(size)) if isinstance(size, list | tuple) else pixels}
+
+
+def _rotary(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary sections (time, height, width) add up to half a head."""
+    rope = defaults.get("rope_parameters") or defaults.get("rope_scaling")
+    if not isinstance(rope, Mapping) or "mrope_section" not in rope:
+        return {}
+    name = "rope_parameters" if defaults.get("rope_parameters") else "rope_scaling"
+    return {name: {**rope, "mrope_section": [2, 3, 3]}}
+
+
+def enliven(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Draw every weight matrix anew, large enough that each token and each block matters to the output.
+
+    >>> float(enliven(nn.Linear(64, 64)).weight.std()) > 0.1
+    True
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and parameter.is_floating_point():
+                std = 1 / math.sqrt(parameter[0].numel())
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            elif parameter.is_floating_point() and float(parameter.abs().max()) <= 1e-3:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model

@@ -1,0 +1,267 @@
+"""A model with fixed shapes -> an ONNX file in which every dim of every value is an integer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common as passes
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import modpass
+from modpass.errors import ExportError, InputError
+from modpass.exporters.manifest import (
+    DataFile,
+    Manifest,
+    RoutedSpec,
+    TensorSpec,
+    manifest_path,
+    versions,
+)
+from modpass.exporters.precision import to_precision
+from modpass.exporters.shapes import FixedShape, example_tensors
+from modpass.files import sha256, whole_file
+from modpass.model import RoutedModel
+from modpass.routing import recorded_choices
+
+__all__ = ["as_onnx", "export_onnx", "open_dims"]
+
+Precision = Literal["float32", "float16", "bfloat16"]
+EXTERNAL_ABOVE = 2_000_000_000
+_OPSETS = range(18, 21)
+
+
+class _Flat(nn.Module):
+    """The model as a function of tensors alone: user outputs first, then each routed block's choices."""
+
+    def __init__(self, model: RoutedModel, names: list[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with recorded_choices() as choices:
+            output = self.model(**dict(zip(self.names, tensors, strict=True)))
+        leaves = [v for v in pytree.tree_leaves(output) if isinstance(v, Tensor)]
+        return (*leaves, *(choices[n] for n in self.model.routed_blocks))
+
+
+def export_onnx(model: RoutedModel | nn.Module, path: str | os.PathLike[str], shape: FixedShape, opset: int = 18,
+                dtype: Precision | None = None) -> Manifest:
+    """Write ``model`` as ONNX with fixed shapes, and its manifest beside it (``<path>.json``).
+
+    Args:
+        model: a routed model; a dense module is traced first, through the very same path.
+        path: the file; weights above 2 GB go to ``<path>.data`` beside it.
+        shape: batch rows, sequence length in tokens, and other dims by name.
+        opset: 18 to 20; attention is decomposed, which every TensorRT takes (the one-node Attention is not).
+        dtype: convert a float32 graph to "float16" or "bfloat16"; routers, TopK and norm statistics stay float32.
+
+    Raises:
+        InputError: a shape, opset or dtype that does not fit.
+        ExportError: torch cannot lower the model, or a dim is not an integer; nothing is written.
+
+    >>> import tempfile
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> model = modpass.trace(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (torch.randn(2, 5, 8),))
+    >>> export_onnx(model, tempfile.mkdtemp() + "/m.onnx", FixedShape(1, 16)).inputs[0].shape
+    (1, 16, 8)
+    """
+    routed = model if isinstance(model, RoutedModel) else modpass.trace(model)
+    graph, indices = as_onnx(routed, shape, opset, dtype)
+    target = Path(path)
+    manifest = _write(graph, target, _facts(routed, graph, shape, indices))
+    manifest.save(manifest_path(target))
+    return manifest
+
+
+def as_onnx(model: RoutedModel, shape: FixedShape, opset: int = 18,
+            dtype: Precision | None = None) -> tuple[ir.Model, dict[str, str]]:
+    """The ONNX graph of ``model``, and for each routed block the name of the value that holds its choices.
+
+    Raises:
+        InputError, ExportError: as ``export_onnx``.
+    """
+    if opset not in _OPSETS:
+        raise InputError(f"opset is {opset}; allowed are {_OPSETS.start} to {_OPSETS.stop - 1}")
+    if dtype not in (None, "float32", "float16", "bfloat16"):
+        raise InputError(f"dtype is {dtype!r}; allowed are 'float32', 'float16' and 'bfloat16'")
+    stochastic = [n for n, b in model.routed_blocks.items() if b.selection == "stochastic"]
+    if stochastic:
+        raise ExportError(f"block '{stochastic[0]}' selects by noise (selection='stochastic'), which no fixed graph "
+                          "repeats; transform with selection='expert_choice' to export")
+    tensors = example_tensors(model, shape)
+    graph = _lower(model, tensors, opset)
+    _name_values(graph, model, list(tensors))
+    indices = _take_choices(graph, list(model.routed_blocks))
+    _strip(graph)
+    _prove_static(graph)
+    if dtype in ("float16", "bfloat16"):
+        graph = to_precision(graph, dtype)
+    return graph, indices
+
+
+def _lower(model: RoutedModel, tensors: Mapping[str, Tensor], opset: int) -> ir.Model:
+    training = model.training
+    try:
+        with _quiet(), torch.no_grad():
+            flat = _Flat(model.eval(), list(tensors)).eval()
+            program = torch.onnx.export(flat, tuple(tensors.values()), dynamo=True, opset_version=opset,
+                                        external_data=False, verbose=False)
+    except Exception as e:
+        first = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
+        raise ExportError(f"torch.onnx.export cannot lower this model at opset {opset}: {first}") from e
+    finally:
+        model.train(training)
+    assert program is not None
+    return program.model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's notes on its own workings off the user's terminal."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _name_values(graph: ir.Model, model: RoutedModel, inputs: list[str]) -> None:
+    """Inputs and outputs carry the names that the model's user knows."""
+    choices = [f"{n}.chosen" for n in model.routed_blocks]
+    outputs = list(graph.graph.outputs)
+    names = [*model.output_names[: len(outputs) - len(choices)], *choices]
+    _rename(graph, list(zip(graph.graph.inputs, inputs, strict=True)))
+    for i, (value, name) in enumerate(zip(outputs, names, strict=True)):
+        if value in graph.graph.inputs or value in outputs[:i] or value.is_initializer():
+            value = _identity(graph, value)
+            graph.graph.outputs[i] = value
+        _rename(graph, [(value, name)])
+
+
+def _rename(graph: ir.Model, pairs: list[tuple[ir.Value, str]]) -> None:
+    taken = {v.name: v for node in graph.graph for v in node.outputs} | dict(graph.graph.initializers)
+    for value, name in pairs:
+        other = taken.get(name)
+        if other is not None and other is not value:
+            other.name = f"{name}.inner"
+        value.name = name
+
+
+def _identity(graph: ir.Model, value: ir.Value) -> ir.Value:
+    node = ir.node("Identity", [value])
+    node.outputs[0].shape, node.outputs[0].type = value.shape, value.type
+    graph.graph.append(node)
+    return node.outputs[0]
+
+
+def _take_choices(graph: ir.Model, blocks: list[str]) -> dict[str, str]:
+    """The choices are outputs only while verifying; the file names the values, and does not return them."""
+    count = len(graph.graph.outputs) - len(blocks)
+    names = {b: str(v.name) for b, v in zip(blocks, graph.graph.outputs[count:], strict=True)}
+    del graph.graph.outputs[count:]
+    return names
+
+
+def _strip(graph: ir.Model) -> None:
+    """No stack trace, no source path: only the module path of each node stays."""
+    kept = {"namespace", "pkg.torch.onnx.name_scopes"}
+    for node in graph.graph.all_nodes():
+        for key in [k for k in node.metadata_props if k not in kept]:
+            del node.metadata_props[key]
+        node.doc_string = None
+    for value in _values(graph):
+        value.metadata_props.clear()
+    graph.metadata_props.clear()
+    graph.graph.metadata_props.clear()
+    graph.doc_string = graph.graph.doc_string = None
+    graph.producer_name, graph.producer_version = "modpass", modpass.__version__
+    passes.DeduplicateInitializersPass()(graph)
+
+
+def _values(graph: ir.Model) -> Iterator[ir.Value]:
+    yield from graph.graph.inputs
+    yield from graph.graph.initializers.values()
+    for node in graph.graph.all_nodes():
+        yield from node.outputs
+
+
+def open_dims(graph: ir.Model) -> list[str]:
+    """Every value with a dim that is not an integer, as ``"name[shape]"``; empty when the graph is static.
+
+    >>> open_dims(ir.Model(ir.Graph([], [], nodes=[]), ir_version=10))
+    []
+    """
+    return [f"{v.name}{list(v.shape) if v.shape is not None else '[unknown rank]'}" for v in _values(graph)
+            if v.name and (v.shape is None or not all(isinstance(d, int) for d in v.shape))]
+
+
+def _prove_static(graph: ir.Model) -> None:
+    if open_dims(graph):
+        passes.ShapeInferencePass()(graph)
+    if found := open_dims(graph):
+        raise ExportError(f"{len(found)} values have a dim that is not an integer, the first is {found[0]}; a fixed "
+                          "graph needs every size to follow from the input shapes")
+
+
+def _facts(model: RoutedModel, graph: ir.Model, shape: FixedShape, indices: dict[str, str]) -> dict[str, Any]:
+    chosen = {str(v.name): v for v in _values(graph) if v.name in set(indices.values())}
+    blocks = {}
+    for name, block in model.routed_blocks.items():
+        k = int(chosen[indices[name]].shape[1])  # type: ignore[index,arg-type]
+        blocks[name] = RoutedSpec(block.capacity, _sequence(block, k, shape), k, block.gate, block.selection,
+                                  indices[name])
+    return {"opset": graph.opset_imports[""], "dtype": _dtype(graph), "inputs": _specs(graph.graph.inputs),
+            "outputs": _specs(graph.graph.outputs), "routed_blocks": blocks, "settings": model.settings,
+            "shape": {"batch": shape.batch, "sequence": shape.sequence, "dims": dict(shape.dims)},
+            "versions": versions()}
+
+
+def _sequence(block: Any, k: int, shape: FixedShape) -> int:
+    """The sequence a block runs over: the given one, or the one with this k where it follows from other sizes."""
+    if shape.sequence is not None and block.slots(shape.sequence) == k:
+        return shape.sequence
+    return next((s for s in shape.dims.values() if block.slots(s) == k), round(k / block.capacity))
+
+
+def _specs(values: Any) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(str(v.name), tuple(int(d) for d in v.shape), v.dtype.name.lower().replace("float", "float32")
+                            if v.dtype == ir.DataType.FLOAT else v.dtype.name.lower()) for v in values)
+
+
+def _dtype(graph: ir.Model) -> str:
+    """The dtype of the weights: of most bytes among the floating initializers."""
+    sizes: dict[str, int] = {}
+    for value in graph.graph.initializers.values():
+        if value.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+            name = "float32" if value.dtype == ir.DataType.FLOAT else value.dtype.name.lower()
+            sizes[name] = sizes.get(name, 0) + (value.const_value.nbytes if value.const_value is not None else 0)
+    return max(sizes, key=lambda n: sizes[n]) if sizes else "float32"
+
+
+def _write(graph: ir.Model, target: Path, facts: dict[str, Any]) -> Manifest:
+    """Write the model, with its weights beside it where one file would be too large."""
+    weights = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
+    if weights <= EXTERNAL_ABOVE:
+        with whole_file(target) as temporary:
+            ir.save(graph, temporary)
+            digest = sha256(temporary)
+        return Manifest("onnx", target.name, digest, **facts)
+    name = f"{target.name}.data"
+    with whole_file(target.parent / name) as data, whole_file(target) as temporary:
+        ir.save(graph, data.parent / target.name, external_data=name)
+        os.replace(data.parent / target.name, temporary)
+        digest, data_digest = sha256(temporary), sha256(data)
+    return Manifest("onnx", target.name, digest, data=DataFile(name, data_digest), **facts)
