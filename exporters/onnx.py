@@ -169,10 +169,8 @@ def _identity(graph: ir.Model, value: ir.Value) -> ir.Value:
 
 def _take_choices(graph: ir.Model, blocks: list[str]) -> dict[str, str]:
     """The choices are outputs only while verifying; the file names the values, and does not return them."""
-    count = len(graph.graph.outputs) - len(blocks)
-    names = {b: str(v.name) for b, v in zip(blocks, graph.graph.outputs[count:], strict=True)}
-    del graph.graph.outputs[count:]
-    return names
+    chosen = [graph.graph.outputs.pop() for _ in blocks][::-1]
+    return {b: str(v.name) for b, v in zip(blocks, chosen, strict=True)}
 
 
 def _strip(graph: ir.Model) -> None:

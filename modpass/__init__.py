@@ -4,6 +4,7 @@ from modpass.blocks import Block, Blocks, Skipped, find_blocks
 from modpass.errors import ModpassError
 from modpass.model import InputSpec, RoutedModel
 from modpass.routing import RoutedBlock, Router, recorded_choices
+from modpass.state import load, save_pretrained
 from modpass.transform import mod_transform, trace
 from modpass.version import __version__
 
@@ -18,7 +19,9 @@ __all__ = [
     "Skipped",
     "__version__",
     "find_blocks",
+    "load",
     "mod_transform",
     "recorded_choices",
+    "save_pretrained",
     "trace",
 ]

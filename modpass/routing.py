@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Literal, get_args
 
 import torch
@@ -31,7 +30,7 @@ __all__ = ["Gate", "RoutedBlock", "Router", "Selection", "choose_option", "recor
 Gate = Literal["linear", "sigmoid", "unit"]
 Selection = Literal["expert_choice", "stochastic"]
 
-_CHOICES: ContextVar[dict[str, Tensor] | None] = ContextVar("choices", default=None)
+_RECORDS: list[dict[str, Tensor]] = []  # a plain list: torch.compile can trace through it
 
 
 @contextmanager
@@ -42,11 +41,11 @@ def recorded_choices() -> Iterator[dict[str, Tensor]]:
     0
     """
     choices: dict[str, Tensor] = {}
-    token = _CHOICES.set(choices)
+    _RECORDS.append(choices)
     try:
         yield choices
     finally:
-        _CHOICES.reset(token)
+        _RECORDS.pop()
 
 
 def choose_option(kind: str, value: str, allowed: Any) -> str:
@@ -133,9 +132,8 @@ class RoutedBlock(nn.Module):
         if self.selection == "stochastic":
             ranked = torch.randn(ranked.shape, generator=self.generator, device=ranked.device)
         index_Bk = select(rank_scores(ranked, keep_BS), self.slots(scores_BS.shape[1]))
-        choices = _CHOICES.get()
-        if choices is not None:
-            choices[self.name] = index_Bk
+        if _RECORDS:
+            _RECORDS[-1][self.name] = index_Bk
         return index_Bk
 
     def _run(self, x_BkD: Tensor, index_Bk: Tensor, sides: Sequence[Any]) -> Tensor:

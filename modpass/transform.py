@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,9 +81,7 @@ def mod_transform(
     info = _info(traced, found, settings)
     mask = _PaddingMask(traced, padding_mask)
     keeper = _parameters(traced)
-    moved: dict[fx.Node, fx.Node] = {}
-    for block in picked:
-        _route(traced.graph_module, block, capacities[block.name], gate, selection, mask, moved)
+    _route(traced.graph_module, picked, lambda plan: _routed_block(plan, capacities[plan.name], gate, selection), mask)
     result = _finish(traced, info, keeper)
     return result.seed(generator)
 
@@ -175,24 +174,36 @@ class _PaddingMask:
             return self.graph.call_function(torch.ops.aten.logical_not.default, (node,))
 
 
-def _route(graph_module: fx.GraphModule, block: Block, capacity: float, gate: str, selection: str,
-           mask: _PaddingMask, moved: dict[fx.Node, fx.Node]) -> None:
-    """Route one block. ``moved``: outputs of blocks routed before, and the calls that took their place."""
-    analysis, output = block.analysis, block.analysis.output
+@dataclass(frozen=True)
+class _Plan:
+    """One block ready to be replaced: all bodies are copied out before the first call is put in."""
+
+    name: str
+    analysis: Analysis
+    body: Body
+
+
+def _route(graph_module: fx.GraphModule, blocks: list[Block], make: Callable[[_Plan], RoutedBlock],
+           mask: _PaddingMask) -> None:
+    moved: dict[fx.Node, fx.Node] = {}
+    plans = [_plan(graph_module, block, moved) for block in blocks]
+    for plan in plans:
+        analysis = plan.analysis
+        outer = [analysis.stream, mask.of(analysis), *(s.node for s in plan.body.sides)]
+        arguments = tuple(None if n is None else moved.get(n, n) for n in outer)
+        moved[analysis.output] = replace_call(graph_module.graph, plan.name, analysis.output, arguments)
+        _install(graph_module, plan.name, make(plan))
+
+
+def _plan(graph_module: fx.GraphModule, block: Block, moved: dict[fx.Node, fx.Node]) -> _Plan:
+    analysis = block.analysis
     if block.reopened is not None:
         inside = set(block.nodes)
-        fixed_output = next(n for n in reversed(block.nodes) if any(u not in inside for u in n.users))
-        env = splice(graph_module, block.name, fixed_output, block.reopened, moved)
-        analysis, output = _translate(analysis, env), env[output]
-    body = outline(block.name, analysis)
-    routed = _routed_block(block.name, body, analysis, capacity, gate, selection)
-    outer = [analysis.stream, mask.of(analysis), *(s.node for s in body.sides)]
-    arguments = tuple(moved.get(n, n) if n is not None else None for n in outer)
-    call = replace_call(graph_module.graph, block.name, output, arguments)
-    moved[output] = call
-    if block.reopened is not None:
-        moved[fixed_output] = call
-    _install(graph_module, block.name, routed)
+        old = next(n for n in reversed(block.nodes) if any(u not in inside for u in n.users))
+        env = splice(graph_module, block.name, old, block.reopened, moved)
+        analysis = _translate(analysis, env)
+        moved[old] = analysis.output
+    return _Plan(block.name, analysis, outline(block.name, analysis))
 
 
 def _translate(analysis: Analysis, env: Mapping[fx.Node, fx.Node]) -> Analysis:
@@ -202,13 +213,13 @@ def _translate(analysis: Analysis, env: Mapping[fx.Node, fx.Node]) -> Analysis:
                     [env[n] for n in analysis.tokens], [env[n] for n in analysis.hoisted], gathers)
 
 
-def _routed_block(name: str, body: Body, analysis: Analysis, capacity: float,
-                  gate: str, selection: str) -> RoutedBlock:
-    device = value_of(analysis.stream).device
+def _routed_block(plan: _Plan, capacity: float, gate: str, selection: str) -> RoutedBlock:
+    analysis, body = plan.analysis, plan.body
     switch_dropout(body.graph_module)
     body.graph_module.recompile()
-    return RoutedBlock(name, body.graph_module, analysis.width, capacity=capacity, gate=gate, selection=selection,
-                       gathers=[s.gather for s in body.sides], owned=body.owned, seq_dim=analysis.seq_dim, device=device)
+    return RoutedBlock(plan.name, body.graph_module, analysis.width, capacity=capacity, gate=gate,
+                       selection=selection, gathers=[s.gather for s in body.sides], owned=body.owned,
+                       seq_dim=analysis.seq_dim, device=value_of(analysis.stream).device)
 
 
 def _install(graph_module: fx.GraphModule, name: str, routed: RoutedBlock) -> None:

@@ -98,6 +98,17 @@ def test_a_row_gives_the_same_alone_and_in_a_batch(name: str) -> None:
     assert relative(alone, together.narrow(batch_dim, 1, 1)) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["llama", "dinov2", "encoder-sbd"])
+def test_neighbouring_blocks_can_both_be_routed(name: str) -> None:
+    model = make(name)
+    routed = transform(name, model, 0.5, every=1)
+    inputs = inputs_of(name, 3, 12, "left")
+    keep = keep_of(name, inputs)
+    with torch.no_grad(), routed_reference(model, settings_of(routed), keep) as reference:
+        wanted = real(first(reference(**inputs)), keep, name == "encoder-sbd")
+        assert relative(real(first(routed(**inputs)), keep, name == "encoder-sbd"), wanted) < 1e-4
+
+
 def test_parameters_are_shared_by_name_and_storage() -> None:
     model = make("llama")
     routed = transform("llama", model, 0.5)

@@ -1,0 +1,138 @@
+"""Each model in a process of its own, with a time limit and a memory limit: none can stop the run.
+
+The processes fork from a server that has imported everything once, so that a model costs no import.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import resource
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from modpass.bench.coverage_result import CoverageRow
+
+__all__ = ["Job", "run_jobs"]
+
+MEMORY_BYTES = 6 * 2**30
+Work = Callable[[Callable[[str, Any], None]], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row to fill, and a picklable function that does the work and reports events."""
+
+    row: CoverageRow
+    work: Callable[..., None]
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass
+class _Running:
+    row: CoverageRow
+    process: Any
+    receiver: Connection
+    log: Path
+    deadline: float
+    stage: str = "make"
+    finished: bool = field(default=False)
+
+
+def run_jobs(jobs: Sequence[Job], at_once: int, timeout_s: float, preload: Sequence[str] = ()) -> Iterator[CoverageRow]:
+    """Run the jobs, ``at_once`` at a time, and yield each row as it is done, whatever became of its process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    waiting, running = list(jobs), list[_Running]()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    job = waiting.pop(0)
+                    running.append(_start(context, job, Path(folder, f"{len(waiting)}.log"), timeout_s))
+                for one in _settle(running):
+                    running.remove(one)
+                    yield _finish(one, timeout_s)
+        finally:
+            for one in running:
+                one.process.kill()
+                one.process.join()
+
+
+def _start(context: Any, job: Job, log: Path, timeout_s: float) -> _Running:
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(job.work, job.arguments, sender, str(log)), daemon=True)
+    process.start()
+    sender.close()
+    return _Running(job.row, process, receiver, log, time.monotonic() + timeout_s)
+
+
+def _settle(running: list[_Running]) -> list[_Running]:
+    """Wait for events; return those that are done, dead or out of time."""
+    left = max(0.0, min(one.deadline for one in running) - time.monotonic())
+    ready = wait([one.receiver for one in running], timeout=left)
+    for one in running:
+        if one.receiver in ready:
+            _receive(one)
+    return [one for one in running if one.finished or time.monotonic() >= one.deadline]
+
+
+def _receive(one: _Running) -> None:
+    try:
+        kind, value = one.receiver.recv()
+    except EOFError:
+        one.finished = True
+        return
+    if kind == "start":
+        one.stage = value
+    elif kind == "done":
+        stage, seconds = value
+        one.row = replace(one.row, passed=(*one.row.passed, stage), seconds={**one.row.seconds, stage: seconds})
+    elif kind == "fact":
+        name, found = value
+        one.row = replace(one.row, **{name: tuple(map(tuple, found)) if name == "skipped" else found})
+    elif kind == "fail":
+        stage, outcome, reason = value
+        one.row = replace(one.row, failed=stage, outcome=outcome, reason=reason)
+
+
+def _finish(one: _Running, timeout_s: float) -> CoverageRow:
+    late = not one.finished
+    if late:
+        one.process.kill()
+    one.process.join()
+    one.receiver.close()
+    if late:
+        return replace(one.row, failed=one.stage, outcome="timed out", reason=f"no end within {timeout_s:g} s")
+    if one.process.exitcode and one.row.failed is None:
+        reason = f"its process ended with {_code(one.process.exitcode)}: {_last_words(one.log)}"
+        return replace(one.row, failed=one.stage, outcome="crashed", reason=reason)
+    return one.row
+
+
+def _code(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"code {code}"
+
+
+def _last_words(log: Path) -> str:
+    text = log.read_text(errors="replace") if log.exists() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    told = [line for line in lines if "error" in line.lower() or "what()" in line or "Fatal" in line]
+    return (told or lines or ["it said nothing"])[-1][:300]
+
+
+def _child(work: Callable[..., None], arguments: tuple[Any, ...], sender: Connection, log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    faulthandler.enable(2)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    warnings.simplefilter("ignore")
+    work(*arguments, lambda kind, value: sender.send((kind, value)))

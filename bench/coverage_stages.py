@@ -1,0 +1,253 @@
+"""The stages one model goes through, each of which may fail with a reason of one line."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import modpass
+from modpass.bench.coverage_models import Made, make_model
+from modpass.blocks import Blocks
+from modpass.errors import BlockError, InputError, ModpassError, MissingExtraError, TraceError
+from modpass.exporters import FixedShape, build_engine, export_onnx, verify
+from modpass.exporters.shapes import example_tensors
+from modpass.inputs import as_named
+from modpass.reference import Setting, routed_reference
+
+__all__ = ["STAGES", "Refused", "Wrong", "run_stages"]
+
+STAGES = ("make", "run", "trace", "blocks", "unit", "reference", "onnx", "onnxruntime", "tensorrt")
+TOLERANCE, CAPACITY, CHANGE = 1e-4, 0.25, 1e-3
+_ATTENTION = ("softmax", "attention")
+
+Report = Callable[[str, Any], None]
+
+
+class Wrong(Exception):
+    """Two things that should be equal are not."""
+
+
+class Refused(Exception):
+    """A model that is left alone, with the reason."""
+
+
+@dataclass
+class _Subject:
+    """One model on its way: what each stage leaves for the next."""
+
+    made: Made
+    inputs: dict[str, Any] = field(default_factory=dict)
+    attends: bool = False
+    routed: Any = None
+    blocks: Blocks | None = None
+    shape: FixedShape = field(default_factory=FixedShape)
+    other: dict[str, Tensor] = field(default_factory=dict)
+
+
+def run_stages(family: str, name: str, last: str, report: Report) -> None:
+    """Put one model through the stages up to ``last``; tells ``report`` of each start, end and finding.
+
+    Events: ("start", stage), ("done", (stage, seconds)), ("fact", (key, value)),
+    ("fail", (stage, outcome, reason)); nothing follows a "fail".
+    """
+    torch.set_num_threads(1)
+    subject: Any = None
+    with tempfile.TemporaryDirectory() as folder:
+        for stage in STAGES[: STAGES.index(last) + 1]:
+            report("start", stage)
+            started = time.perf_counter()
+            try:
+                subject = _stage(stage, subject, family, name, report, Path(folder))
+            except Exception as e:
+                report("fail", (stage, _outcome(e, stage), _reason(e)))
+                return
+            report("done", (stage, round(time.perf_counter() - started, 2)))
+
+
+def _stage(stage: str, subject: Any, family: str, name: str, report: Report, folder: Path) -> Any:
+    if stage == "make":
+        return _Subject(make_model(family, name))
+    if stage == "run":
+        _run(subject)
+        report("fact", ("attends", subject.attends))
+    elif stage == "trace":
+        _transform(subject)
+    elif stage == "blocks":
+        _blocks(subject, report)
+    elif stage == "unit":
+        _unit(subject)
+    elif stage == "reference":
+        _reference(subject)
+    elif stage == "onnx":
+        export_onnx(subject.routed, folder / "model.onnx", subject.shape)
+    elif stage == "onnxruntime":
+        _check(verify(subject.routed, folder / "model.onnx"))
+    else:
+        build_engine(folder / "model.onnx", folder / "model.engine", progress=False)
+    return subject
+
+
+def _outcome(error: Exception, stage: str) -> str:
+    """"wrong" and "failed" are faults; "refused" is an answer with a reason."""
+    if isinstance(error, Wrong):
+        return "wrong"
+    if isinstance(error, MissingExtraError | ImportError):
+        return "not installed"
+    return "refused" if isinstance(error, ModpassError | Refused) and stage != "run" else "failed"
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = " ".join(lines[:2]) or type(error).__name__
+    if isinstance(error, ModpassError | Wrong | Refused):
+        return " ".join(lines)[:600]
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {first}"[:400]
+
+
+class _Watch(TorchDispatchMode):
+    """Notes whether anything attends: a softmax over a tensor of three or more dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attends = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if any(a in name for a in _ATTENTION) and isinstance(args[0], Tensor) and args[0].dim() >= 3:
+            self.attends = True
+        return func(*args, **(kwargs or {}))
+
+
+def _run(subject: _Subject) -> None:
+    made = subject.made
+    subject.inputs = as_named(made.model, made.example_inputs)
+    with torch.no_grad(), _Watch() as watch:
+        output = made.model(**subject.inputs)
+    subject.attends = watch.attends
+    if not _floats(output):
+        raise ValueError("its output holds no floating-point tensor")
+    if not all(bool(t.isfinite().any()) for t in _floats(output)):
+        raise ValueError("its output is not finite with random weights")
+
+
+def _transform(subject: _Subject) -> None:
+    """Trace, find and route every block in one call; a refusal at the blocks is kept for that stage."""
+    with _recorded_blocks() as found:
+        try:
+            subject.routed = modpass.mod_transform(subject.made.model, 1.0, every=1, gate="unit",
+                                                   example_inputs=subject.made.example_inputs)
+        except BlockError as e:
+            subject.routed = e
+    subject.blocks = found[0] if found else None
+
+
+@contextmanager
+def _recorded_blocks() -> Iterator[list[Blocks]]:
+    """What the pass found and refused, without tracing the model a second time."""
+    found: list[Blocks] = []
+    locate = modpass.transform.locate
+
+    def record(traced: Any) -> Blocks:
+        found.append(locate(traced))
+        return found[-1]
+
+    with mock.patch.object(modpass.transform, "locate", record):
+        yield found
+
+
+def _blocks(subject: _Subject, report: Report) -> None:
+    blocks = subject.blocks
+    if blocks is not None:
+        report("fact", ("blocks", len(blocks)))
+        report("fact", ("skipped", [[s.name, s.reason] for s in blocks.skipped]))
+    if isinstance(subject.routed, BlockError):
+        if not subject.attends:
+            raise Refused("no attention in it")
+        if blocks is not None and blocks.skipped:
+            raise Refused(f"{blocks.skipped[0].name}: {blocks.skipped[0].reason}")
+        raise subject.routed
+
+
+def _unit(subject: _Subject) -> None:
+    """Every block routed with capacity 1 and weight 1 is the dense model, at the traced sizes and at others."""
+    subject.shape = _shape(subject.routed)
+    subject.other = example_tensors(subject.routed, subject.shape)
+    for inputs in (subject.inputs, _called(subject)):
+        with torch.no_grad():
+            wanted, found = subject.made.model(**inputs), subject.routed(**inputs)
+        _equal(found, wanted, "the dense model")
+
+
+def _reference(subject: _Subject) -> None:
+    routed, inputs = subject.routed, _called(subject)
+    for block in routed.routed_blocks.values():
+        block.capacity, block.gate = CAPACITY, "linear"
+    settings = {n: Setting(b.capacity, b.gate, b.router.weight, b.seq_dim) for n, b in routed.routed_blocks.items()}
+    with torch.no_grad():
+        dense, found = subject.made.model(**inputs), routed(**inputs)
+        with routed_reference(subject.made.model, settings) as reference:
+            wanted = reference(**inputs)
+    _equal(found, wanted, "the per-token reference")
+    change = max(_gap(a, b) for a, b in zip(_floats(found), _floats(dense), strict=True))
+    if change < CHANGE:
+        raise Wrong(f"routing changes the output by {change:.2g} only, so that equality says nothing")
+
+
+def _check(report: Any) -> None:
+    for output in report.outputs:
+        if not output.max_rel <= TOLERANCE:
+            raise Wrong(f"ONNX Runtime: output '{output.name}' is off by {output.max_rel:.2g}")
+    for block, share in report.choices.items():
+        if share < 1:
+            raise Wrong(f"ONNX Runtime: block '{block}' chooses {share:.0%} of the same tokens")
+
+
+def _shape(routed: modpass.RoutedModel) -> FixedShape:
+    """Sizes other than the traced ones: batch 3, sequence 29, and the traced size of any other free dim."""
+    free = {d: s.example.shape[i] for s in routed.inputs for i, d in enumerate(s.dims)
+            if isinstance(d, str) and s.example is not None}
+    others = {d: int(size) for d, size in free.items() if d not in ("batch", "sequence")}
+    return FixedShape(3, 29 if "sequence" in free else None, others)
+
+
+def _called(subject: _Subject) -> dict[str, Any]:
+    """The inputs of another shape, with the call's constants."""
+    constants = {n: v for n, v in subject.inputs.items() if not isinstance(v, Tensor)}
+    return {**constants, **subject.other}
+
+
+def _floats(output: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
+
+
+def _equal(found: Any, wanted: Any, what: str) -> None:
+    mine, theirs = _floats(found), _floats(wanted)
+    if len(mine) != len(theirs):
+        raise Wrong(f"{len(mine)} outputs, but {what} has {len(theirs)}")
+    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        gap = _gap(a, b)
+        if not gap <= TOLERANCE:
+            raise Wrong(f"output {i} is off from {what} by {gap:.2g} of its largest value")
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    """The largest difference over the largest finite value; equal infinities differ by nothing."""
+    if a.shape != b.shape:
+        raise InputError(f"shapes {tuple(a.shape)} and {tuple(b.shape)}")
+    difference = torch.where(a == b, torch.zeros_like(a), (a - b).abs())
+    finite = b[b.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 1.0
+    return float(difference.max()) / (scale or 1.0)
