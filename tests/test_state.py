@@ -25,8 +25,13 @@ Change = Callable[[dict[str, Any]], Any]
 
 
 def transform(name: str, **options: Any) -> modpass.RoutedModel:
-    return modpass.mod_transform(make(name), 0.5, example_inputs=ZOO[name].example_inputs(),
-                                 padding_mask=ZOO[name].padding_mask, **options)
+    return modpass.mod_transform(
+        make(name),
+        0.5,
+        example_inputs=ZOO[name].example_inputs(),
+        padding_mask=ZOO[name].padding_mask,
+        **options,
+    )
 
 
 @cache
@@ -116,8 +121,8 @@ def test_weights_untied_by_the_user_stay_untied(tmp_path: Path) -> None:
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1)  # type: ignore[union-attr,operator]
     modpass.save_pretrained(modpass.mod_transform(model), tmp_path)
     loaded = modpass.load(tmp_path)
-    head, embedding = loaded.get_parameter("lm_head.weight"), loaded.get_parameter("model.embed_tokens.weight")
-    assert torch.equal(head, embedding + 1)
+    embedding = loaded.get_parameter("model.embed_tokens.weight")
+    assert torch.equal(loaded.get_parameter("lm_head.weight"), embedding + 1)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -254,6 +259,7 @@ def _set(*path: Any, to: Any) -> Change:
         for key in path[:-1]:
             raw = raw[key]
         raw[path[-1]] = to
+
     return change
 
 
@@ -262,6 +268,7 @@ def _drop(*path: Any) -> Change:
         for key in path[:-1]:
             raw = raw[key]
         del raw[path[-1]]
+
     return change
 
 
@@ -277,27 +284,57 @@ WRONG: dict[str, tuple[Change, str]] = {
     "wrong buffers": (_set("buffers", to=[1]), r"'buffers.0' is 1; it must be a text"),
     "wrong attention": (_set("attention", to=3), r"'attention' is 3; it must be a text or null"),
     "missing setting": (_drop("settings", "gate"), "has no setting 'gate'"),
-    "unknown setting": (_set("settings", "depth", to=1), r"has the setting 'depth', which this modpass .* not know"),
-    "setting of a wrong type": (_set("settings", "capacity", to=0.5), r"'settings.capacity' is 0.5; it must be an"),
+    "unknown setting": (
+        _set("settings", "depth", to=1),
+        r"has the setting 'depth', which this modpass .* not know",
+    ),
+    "setting of a wrong type": (
+        _set("settings", "capacity", to=0.5),
+        r"'settings.capacity' is 0.5; it must be an",
+    ),
     "capacity above 1": (_set(*CAPACITY, to=1.5), r"capacity of block 'model.layers.1' is 1.5; it must be"),
     "capacity of a wrong type": (_set(*CAPACITY, to="half"), r"capacity of block 'model.layers.1' is 'half'"),
-    "no such block": (_set("settings", "capacity", to={"layers.9": 0.5}), "there is no block 'layers.9'"),
+    "no such block": (_set("settings", "capacity", "layers.9", to=0.5), "there is no block 'layers.9'"),
     "no such gate": (_set("settings", "gate", to="golden"), "gate is 'golden'; it must be one of"),
     "no such selection": (_set("settings", "selection", to="x"), "selection is 'x'; it must be one of"),
-    "no such mask": (_set("settings", "padding_mask", to="mask"), "padding_mask 'mask' is no traced input"),
+    "no such mask": (_set("settings", "padding_mask", to="pads"), "padding_mask 'pads' is no traced input"),
     "no such class": (_set("source", "class", to="GoneModel"), "from 'GoneModel', which is no model class"),
-    "no model class": (_set("source", "class", to="LlamaConfig"), "from 'LlamaConfig', which is no model class"),
-    "no class of a model": (_set("source", "class", to="pipeline"), "from 'pipeline', which is no model class"),
+    "no model class": (
+        _set("source", "class", to="LlamaConfig"),
+        "from 'LlamaConfig', which is no model class",
+    ),
+    "no class of a model": (
+        _set("source", "class", to="pipeline"),
+        "from 'pipeline', which is no model class",
+    ),
     "no configuration": (_drop("source", "config"), "cannot be built from the configuration in"),
-    "other configuration": (_set("source", "config", "intermediate_size", to=96), r"shape \[80, 48\] in .* \[96"),
-    "fewer layers": (_set("source", "config", "num_hidden_layers", to=3), r"holds the weight 'model.layers.3"),
+    "other configuration": (
+        _set("source", "config", "intermediate_size", to=96),
+        r"shape \[48, 80\] in .* \[48, 96\]",
+    ),
+    "fewer layers": (
+        _set("source", "config", "num_hidden_layers", to=3),
+        r"holds the weight 'model.layers.3",
+    ),
     "more layers": (_set("source", "config", "num_hidden_layers", to=5), r"holds no weight 'model.layers.4"),
     "tie to nothing": (_set("tied", "x", to="y"), "ties 'x' to 'y', which model.safetensors does not hold"),
-    "no such input": (_set("inputs", "extra", to="int64"), r"traced with the inputs input_ids \(int64\), .*extra \("
-                      r"int64\), and LlamaForCausalLM is now traced with .*; give example_inputs="),
-    "broken example": (_set("examples", "input_ids", to={"shape": 3}), r"example of input 'input_ids' is .*; it needs"),
-    "example of no dtype": (_set("examples", "input_ids", "dtype", to="nn"), "example of input 'input_ids' is"),
-    "example of no input": (_set("examples", "words", to={"constant": 1}), r"not fit LlamaForCausalLM: .*words"),
+    "no such input": (
+        _set("inputs", "extra", to="int64"),
+        r"traced with the inputs input_ids \(int64\), .*extra \("
+        r"int64\), and LlamaForCausalLM is now traced with .*; give example_inputs=",
+    ),
+    "broken example": (
+        _set("examples", "input_ids", to={"shape": 3}),
+        r"example of input 'input_ids' is .*; it needs",
+    ),
+    "example of no dtype": (
+        _set("examples", "input_ids", "dtype", to="nn"),
+        "example of input 'input_ids' is",
+    ),
+    "example of no input": (
+        _set("examples", "words", to={"constant": 1}),
+        r"not fit LlamaForCausalLM: .*words",
+    ),
     "no examples": (_set("examples", to=None), "does not say what the model takes .*; give example_inputs="),
 }
 
@@ -312,11 +349,19 @@ def test_a_wrong_file_is_refused_in_words(case: str, saved: Path) -> None:
 
 WRONG_WEIGHTS: dict[str, tuple[Change, str]] = {
     "missing": (lambda t: t.pop("model.norm.weight"), "no weight 'model.norm.weight', which Llama"),
-    "unknown": (lambda t: t.update(extra=torch.ones(1)), "the weight 'extra', which LlamaForCausalLM does not"),
-    "shape": (lambda t: t.update({"model.norm.weight": torch.ones(47)}), r"norm.weight' has the shape \[47\] in"),
+    "unknown": (
+        lambda t: t.update(extra=torch.ones(1)),
+        "the weight 'extra', which LlamaForCausalLM does not",
+    ),
+    "shape": (
+        lambda t: t.update({"model.norm.weight": torch.ones(47)}),
+        r"norm.weight' has the shape \[47\] in",
+    ),
     "router": (lambda t: t.pop("model.layers.1.router.weight"), "'model.layers.1.router.weight', the router"),
-    "router shape": (lambda t: t.update({"model.layers.1.router.weight": torch.ones(1)}),
-                     r"'model.layers.1.router.weight' has the shape \[1\] in .* and \[48\] in the model"),
+    "router shape": (
+        lambda t: t.update({"model.layers.1.router.weight": torch.ones(1)}),
+        r"'model.layers.1.router.weight' has the shape \[1\] in .* and \[48\] in the model",
+    ),
 }
 
 

@@ -1,0 +1,101 @@
+"""``modpass build``: an ONNX file with fixed shapes to a TensorRT engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from modpass.cli.console import console, mebibytes
+
+__all__ = ["command"]
+
+Onnx = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL.onnx",
+        exists=True,
+        dir_okay=False,
+        show_default=False,
+        help="A file of 'modpass export', or any ONNX file of fixed shapes.",
+    ),
+]
+Engine = Annotated[
+    Path,
+    typer.Argument(
+        metavar="OUT.engine",
+        dir_okay=False,
+        show_default=False,
+        help="The file to write; OUT.engine.json is written beside it.",
+    ),
+]
+Flavor = Annotated[
+    Literal["tensorrt-rtx", "tensorrt"],
+    typer.Option(
+        "--flavor",
+        help="TensorRT-RTX builds for any GPU of its list, without one; TensorRT for this machine's.",
+    ),
+]
+Capability = Annotated[
+    str,
+    typer.Option(
+        "--compute-capability", metavar="X.Y", help="The target GPU: 8.6 Ampere, 8.9 Ada, 12.0 Blackwell."
+    ),
+]
+Level = Annotated[
+    int | None,
+    typer.Option(
+        "--optimization-level",
+        metavar="N",
+        min=0,
+        max=5,
+        show_default="TensorRT's",
+        help="0 builds fast, 5 runs fast.",
+    ),
+]
+Workspace = Annotated[
+    int | None,
+    typer.Option(
+        "--workspace",
+        metavar="MIB",
+        min=1,
+        show_default="TensorRT's",
+        help="Scratch memory that a layer may use at most, in MiB.",
+    ),
+]
+TimingCache = Annotated[
+    Path | None,
+    typer.Option(
+        "--timing-cache",
+        metavar="FILE",
+        dir_okay=False,
+        show_default="none",
+        help="Kernel timings, read if there and written back. TensorRT only.",
+    ),
+]
+
+
+def command(
+    onnx: Onnx,
+    engine: Engine,
+    flavor: Flavor = "tensorrt-rtx",
+    compute_capability: Capability = "8.9",
+    optimization_level: Level = None,
+    workspace: Workspace = None,
+    timing_cache: TimingCache = None,
+) -> None:
+    """Build a TensorRT engine. Needs pip install 'modpass[tensorrt-rtx]' or 'modpass[tensorrt]'."""
+    from modpass.exporters import build_engine
+
+    manifest = build_engine(
+        onnx, engine, flavor, compute_capability, optimization_level=optimization_level,
+        workspace_bytes=None if workspace is None else workspace * 2**20, timing_cache=timing_cache,
+        progress=sys.stderr.isatty(),
+    )  # fmt: skip
+    console().print(
+        f"wrote {engine} ({mebibytes(manifest.bytes or 0)}, {flavor}, compute capability "
+        f"{compute_capability}) in {manifest.build_seconds:.1f} s",
+        markup=False,
+    )

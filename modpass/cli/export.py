@@ -1,0 +1,132 @@
+"""``modpass export``: MODEL to ONNX with fixed shapes, run beside PyTorch at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from modpass.cli.console import console, grid, mebibytes, status
+from modpass.cli.options import (
+    Batch,
+    Blocks,
+    Capacity,
+    Dims,
+    Dtype,
+    Every,
+    GateOption,
+    Model,
+    PaddingMask,
+    Routing,
+    Seed,
+    SelectionOption,
+    Sequence,
+    load_source,
+    parse_dims,
+    refuse_routed,
+)
+from modpass.model import RoutedModel
+from modpass.transform import trace
+
+if TYPE_CHECKING:
+    from modpass.exporters import Manifest
+
+__all__ = ["command"]
+
+# Largest relative difference of an output, and smallest share of equal token choices, by the file's dtype: in
+# half precision a score that is nearly another's may fall on its other side.
+BOUNDS = {"float32": (1e-4, 1.0), "float16": (5e-2, 0.9), "bfloat16": (2e-1, 0.8)}
+
+Out = Annotated[
+    Path,
+    typer.Argument(
+        metavar="OUT.onnx",
+        dir_okay=False,
+        show_default=False,
+        help="The file to write; its manifest OUT.onnx.json is written beside it.",
+    ),
+]
+Opset = Annotated[int, typer.Option("--opset", metavar="N", min=18, max=20, help="ONNX operator set.")]
+FileDtype = Annotated[
+    Dtype | None,
+    typer.Option(
+        "--dtype",
+        show_default="as loaded",
+        help="Type of the weights in the file; routers and norm statistics stay in float32.",
+    ),
+]
+Dense = Annotated[bool, typer.Option("--dense", help="Export the dense model, with no block routed.")]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify/--no-verify", help="Run the file in ONNX Runtime beside the model in PyTorch, and compare."
+    ),
+]
+
+
+def command(
+    model: Model,
+    out: Out,
+    batch: Batch = 1,
+    sequence: Sequence = None,
+    dim: Dims = None,
+    opset: Opset = 18,
+    dtype: FileDtype = None,
+    dense: Dense = False,
+    capacity: Capacity = None,
+    every: Every = None,
+    blocks: Blocks = None,
+    gate: GateOption = None,
+    selection: SelectionOption = None,
+    padding_mask: PaddingMask = None,
+    seed: Seed = 0,
+    verify: Verify = True,
+) -> None:
+    """Write MODEL as ONNX in which every dim is a number.
+
+    A dense MODEL is transformed first, unless --dense.
+    """
+    from modpass.exporters import FixedShape, export_onnx
+    from modpass.exporters import verify as compare
+
+    routing = Routing(capacity, every, blocks, gate, selection, padding_mask)
+    if dense and routing.given():
+        flag = next(iter(routing.given())).replace("_", "-")
+        message = f"a dense model has no routed block; leave out --{flag}"
+        raise typer.BadParameter(message, param_hint="'--dense'")
+    shape = FixedShape(batch, sequence, parse_dims(dim))
+    with status("loading"):
+        source = load_source(model)
+    if dense:
+        refuse_routed(source, "dense")
+    with status("tracing"):
+        if not dense:
+            traced = routing.apply(source, seed)
+        elif isinstance(source.model, RoutedModel):
+            traced = source.model
+        else:
+            traced = trace(source.model, source.example_inputs)
+    with status("exporting"):
+        manifest = export_onnx(traced, out, shape, opset, dtype)
+    _print_written(out, manifest)
+    if verify:
+        with status("comparing with PyTorch"):
+            report = compare(traced, out)
+        console().print(f"ONNX Runtime beside PyTorch, {report}", markup=False)
+        report.check(*BOUNDS[manifest.dtype])
+
+
+def _print_written(out: Path, manifest: Manifest) -> None:
+    table = grid("", "name", "shape", "dtype")
+    for kind, specs in (("input", manifest.inputs), ("output", manifest.outputs)):
+        for spec in specs:
+            table.add_row(*map(Text, (kind, spec.name, " x ".join(map(str, spec.shape)), spec.dtype)))
+    screen = console()
+    screen.print(table)
+    for name, block in manifest.routed_blocks.items():
+        tokens = f"{block.k} of {block.sequence} tokens"
+        screen.print(f"{name}: {tokens} (capacity {block.capacity:g})", markup=False)
+    facts = f"{mebibytes(out.stat().st_size)}, opset {manifest.opset}, {manifest.dtype}"
+    screen.print(f"wrote {out} ({facts}) and {out}.json", markup=False)
