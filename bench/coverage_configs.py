@@ -25,22 +25,27 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r"(num|n)_.*(key_value|kv)_heads|num_kv_heads|multi_query_group_num", 2),
     (r".*(num|n)_.*heads?|n_heads?|num_heads|.*attention_heads|.*_heads", HEADS),
     (r"qk_rope_head_dim|qk_nope_head_dim|rotary_dim|index_head_dim", HEAD_DIM // 2),
+    (r".*mamba.*(num|n)_heads|n_mamba_heads|ssm_.*heads", HEADS),
     (r".*head_dim|.*head_size|d_kv|d_head|kv_channels|v_head_dim|.*head_dimension", HEAD_DIM),
     (r".*lora_rank|.*_rank", HEAD_DIM),
     (r".*(num|n)_.*layers|n_layers?|num_layers|.*_layers|.*depth|layers", LAYERS),
-    (r".*(experts_per_tok|experts_per_token|top_k|topk|topk_experts|experts_top_k)", 2),
+    (r".*(experts_per_tok|experts_per_token|top_k|topk|topk_experts|experts_top_k|moe_k)", 2),
     (r"n_group|topk_group|num_expert_group", 1),
     (r".*experts?", 4),
     (r".*expert_capacity", 64),
-    (r".*(intermediate|ffn|feed_forward|inner|mlp|filter).*(size|dim)|d_ff|d_inner|n_inner|ffn_dim|dim_ff|.*_ffn_dim",
+    (r".*(intermediate|ffn|feed_forward|inner|mlp|filter).*(size|dim)|d_ff|d_inner|n_inner|ffn_dim|dim_ff|dff|.*_ffn_dim",
      HIDDEN),
-    (r".*vocab.*(size|num)|.*vocab_size.*|.*vocabulary_size", VOCABULARY),
+    (r".*vocab.*(size|num)|.*_vocab|.*vocab_size.*|.*vocabulary_size", VOCABULARY),
     (r".*(max_.*position.*|max_.*positions|n_positions|n_ctx|max_seq_len|max_sequence_length|model_max_length)",
      POSITIONS),
     (r".*(sliding_window|attention_window|local_attention|window_len|attention_chunk_size|max_window.*)", 8),
-    (r".*(hidden_size|hidden_dim|embed_dim|embedding_size|embedding_dim|n_embd|d_model|d_embed|d_latents|proj.*_dim"
+    (r".*(hidden_size.*|hidden_dim|embed_dim|embedding_size|embedding_dim|n_embd|d_model|d_embed|d_latents|proj.*_dim"
      r"|projection_size|width|emb_dim|proj.*size)|dim|word_embed_proj_dim|hidden|bottleneck_size", WIDTH),
 )  # fmt: skip
+_LAYER_FIELDS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+_STAGES = ("depths", "num_block_repeats", "layer_repeats", "decoder_depths")
+# Fields that default to None although the model cannot do without.
+_NEEDED = {"head_dim": HEAD_DIM, "num_experts_per_tok": 2, "n_routed_experts": 4, "num_key_value_heads": HEADS}
 _TOKEN_ID = re.compile(r".*(token_id|token_index|token_idx|_id|index)$")
 
 
@@ -73,10 +78,14 @@ def shrink(cls: Any, **given: Any) -> Any:
     defaults = dict(_defaults(cls))
     values = {name: shrunk_value(name, value) for name, value in defaults.items()}
     small = {name: value for name, value in values.items() if value != defaults[name]}
-    small |= {name: _first(value, values) for name, value in defaults.items() if isinstance(value, list | tuple)}
-    small |= _grouped_heads(defaults, small) | _image(defaults) | _rotary(defaults)
-    small |= {name: shrink(sub) for name, sub in _sub_configs(cls) if name in defaults}
-    return cls(**(small | overrides_for(cls.model_type, small) | given))
+    small |= {name: value for name, value in _NEEDED.items() if name in defaults and defaults[name] is None}
+    small |= {name: [min(d, 2) for d in value] for name, value in defaults.items() if name in _STAGES and _numbers(value)}
+    if any(isinstance(defaults.get(n), list | tuple) for n in ("num_heads", "num_attention_heads", "hidden_sizes", "out_channels")):
+        small = {n: v for n, v in small.items() if n not in ("embed_dim", "hidden_dim", "hidden_size")}
+    plain = _plain(cls)
+    small |= _layers(plain, defaults, values) | _grouped_heads(defaults, small) | _image(defaults) | _rotary(defaults)
+    small |= dict(_sub_configs(cls, plain))
+    return cls(**(small | overrides_for(cls.model_type) | given))
 
 
 def _defaults(cls: Any) -> Iterator[tuple[str, Any]]:
@@ -87,16 +96,42 @@ def _defaults(cls: Any) -> Iterator[tuple[str, Any]]:
             yield field.name, getattr(cls, field.name, None) if type(default).__name__ == "_MISSING_TYPE" else default
 
 
-def _sub_configs(cls: Any) -> Iterator[tuple[str, Any]]:
-    for name, sub in (getattr(cls, "sub_configs", None) or {}).items():
-        if isinstance(sub, type) and sub.__name__ != "AutoConfig":
-            yield name, sub
+def _sub_configs(cls: Any, plain: Any) -> Iterator[tuple[str, Any]]:
+    """Each part of a composite configuration, shrunk, with what the whole asks of it."""
+    specs = getattr(cls, "sub_configs_defaults", None) or {}
+    for name in {**(getattr(cls, "sub_configs", None) or {}), **specs}:
+        part = getattr(plain, name, None)
+        if hasattr(part, "model_type"):
+            asked = getattr(specs.get(name), "init_kwargs", None) or {}
+            yield name, shrink(type(part), **{k: shrunk_value(k, v) for k, v in asked.items()})
 
 
-def _first(value: Any, sizes: Mapping[str, Any]) -> Any:
-    """A list with an entry per layer keeps an entry per layer that is left."""
-    layers = next((v for k, v in sizes.items() if re.fullmatch(r"num_hidden_layers|n_layers?|num_layers", k)), None)
-    return value if layers is None or len(value) <= LAYERS else type(value)(value[:layers])
+def _plain(cls: Any) -> Any:
+    try:
+        return cls()
+    except Exception:  # a class whose own defaults do not fit each other
+        return None
+
+
+def _layers(plain: Any, defaults: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Lists with an entry per layer keep as many entries as layers are left, one of each kind at least."""
+    name = next((n for n in _LAYER_FIELDS if isinstance(defaults.get(n), int)), None)
+    if name is None or defaults[name] <= small[name]:
+        return {}
+    derived = {} if plain is None else vars(plain)
+    lists = {n: v for n, v in derived.items() if n in defaults and isinstance(v, list | tuple) and len(v) == defaults[name]}
+    kinds = list(zip(*lists.values(), strict=True))
+    firsts = sorted({kinds.index(kind): None for kind in dict.fromkeys(kinds)}) if all(map(_hashable, kinds)) else []
+    kept = sorted(firsts[: small[name]] + [i for i in range(defaults[name]) if i not in firsts][: small[name] - len(firsts)])
+    return {n: [v[i] for i in kept] for n, v in lists.items()}
+
+
+def _hashable(kind: tuple[Any, ...]) -> bool:
+    return all(k is None or isinstance(k, str | int | float) for k in kind)
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(v, int) for v in value)
 
 
 def _grouped_heads(defaults: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, int]:
@@ -109,7 +144,7 @@ def _grouped_heads(defaults: Mapping[str, Any], small: Mapping[str, Any]) -> dic
 def _image(defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Four patches a side, or 64 pixels where patches are small or none."""
     size, patch = defaults.get("image_size"), defaults.get("patch_size")
-    if size is None:
+    if size is None or "window_size" in defaults:  # windows must tile the image at every stage
         return {}
     first = patch[0] if isinstance(patch, list | tuple) else patch
     pixels = 4 * first if isinstance(first, int) and first >= 8 else 64
@@ -134,9 +169,11 @@ def enliven(model: nn.Module, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() > 1 and parameter.is_floating_point():
+            if not parameter.is_floating_point() or not parameter.numel():
+                continue
+            if parameter.dim() > 1:
                 std = 1 / math.sqrt(parameter[0].numel())
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-            elif parameter.is_floating_point() and float(parameter.abs().max()) <= 1e-3:
+            elif float(parameter.abs().max()) <= 1e-3:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model

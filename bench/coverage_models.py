@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from modpass.bench.coverage_configs import enliven, shrink
+from modpass.bench.coverage_inputs import inputs_for
 from modpass.bench.offline import transformers_offline
+from modpass.bench.coverage_overrides import overrides_for
 from modpass.bench.coverage_others import OTHERS
 from modpass.errors import InputError
 
-__all__ = ["FAMILIES", "Made", "make_model", "model_names"]
+__all__ = ["FAMILIES", "Made", "make_model", "model_names", "with_inputs"]
 
 # The registries of transformers, most telling class first: an architecture in several counts once.
 _REGISTRIES = {
@@ -71,4 +73,9 @@ def make_model(family: str, name: str) -> Made:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config: Any = getattr(cls, "config_class", None) or CONFIG_MAPPING[name]
-    return Made(enliven(cls(shrink(config))).eval())
+    return Made(enliven(cls(shrink(config, **overrides_for(cls.__name__)))).eval())
+
+
+def with_inputs(made: Made) -> Made:
+    """The model with inputs on which it runs."""
+    return made if made.example_inputs is not None else Made(made.model, inputs_for(made.model))

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["overrides_for"]
 
-_OVERRIDES: dict[str, dict[str, Any]] = {}
+_OVERRIDES: dict[str, dict[str, Any]] = {
+    # state-space heads: heads * head width = expand * hidden width
+    "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 1},
+    # one local layer, then one global
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    # the last layers share keys with an earlier one of their kind
+    "gemma3n_text": {"num_kv_shared_layers": 1},
+    "gemma4_text": {"num_kv_shared_layers": 1},
+    "dots1": {"n_shared_experts": 1},
+    "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+                       "indexer_compress_ratio": 4, "ngram_vocab_size_base": 128, "split_ngram_parts": 1},
+    # the shared block must be used twice
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "reformer": {"axial_pos_embds": False},
+    # a decoder by its own flag
+    "ReformerModelWithLMHead": {"is_decoder": True},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "shieldgemma2": {"yes_token_index": 3, "no_token_index": 4},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    # one language must be the default
+    "xmod": {"default_language": "en_XX"},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+}
 
 
-def overrides_for(model_type: str, small: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields to set for a model type; empty for nearly all.
+def overrides_for(name: str) -> dict[str, Any]:
+    """The fields to set for a model type, or for one of its classes; empty for nearly all.
 
-    >>> overrides_for("llama", {})
+    >>> overrides_for("llama")
     {}
     """
-    return dict(_OVERRIDES.get(model_type, {}))
+    return dict(_OVERRIDES.get(name, {}))

@@ -19,7 +19,7 @@ class CoverageRow:
 
     passed: the stages it passed; failed: the first it did not (None: it passed all); outcome: "passed",
     "refused" (left alone, with a reason), "failed", "wrong", "crashed", "timed out" or "not installed".
-    attends: whether its plain forward holds attention; blocks: how many are routed; skipped: [name, reason] of
+    attends: whether its plain forward holds attention; inferred: whether modpass found its inputs; blocks: how many are routed; skipped: [name, reason] of
     each candidate that is not.
     """
 
@@ -31,6 +31,7 @@ class CoverageRow:
     outcome: str = "passed"
     reason: str = ""
     attends: bool | None = None
+    inferred: bool | None = None
     blocks: int = 0
     skipped: tuple[tuple[str, str], ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import modpass
-from modpass.bench.coverage_models import Made, make_model
+from modpass.bench.coverage_models import Made, make_model, with_inputs
 from modpass.blocks import Blocks
 from modpass.errors import BlockError, InputError, ModpassError, MissingExtraError, TraceError
 from modpass.exporters import FixedShape, build_engine, export_onnx, verify
@@ -82,6 +82,7 @@ def _stage(stage: str, subject: Any, family: str, name: str, report: Report, fol
     if stage == "run":
         _run(subject)
         report("fact", ("attends", subject.attends))
+        report("fact", ("inferred", subject.made.example_inputs is None))
     elif stage == "trace":
         _transform(subject)
     elif stage == "blocks":
@@ -132,7 +133,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _run(subject: _Subject) -> None:
-    made = subject.made
+    made = subject.made = with_inputs(subject.made)
     subject.inputs = as_named(made.model, made.example_inputs)
     with torch.no_grad(), _Watch() as watch:
         output = made.model(**subject.inputs)

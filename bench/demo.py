@@ -40,13 +40,15 @@ def demo(folder: Path, model: str = MODEL, sequence: int = SEQUENCE, plan: Plan 
     """
     console = Console(highlight=False)
     source = Source(load_bundled(model), None, model)
-    dense, routed = modpass.trace(source.model), modpass.mod_transform(source.model, CAPACITY)
+    dense = modpass.trace(source.model)
+    # Untrained routers: the unit gate keeps what the pretrained blocks do to the tokens that pass.
+    routed = modpass.mod_transform(source.model, CAPACITY, gate="unit")
     blocks = list(routed.routed_blocks)
     console.print(f"[bold]{model}[/]: {len(blocks)} blocks routed at capacity {CAPACITY}, {blocks[0]} ... {blocks[-1]}")
     shape = FixedShape(BATCH, sequence)
     for name, graph in (("dense", dense), ("routed", routed)):
         _export(console, folder, name, graph, shape)
-    case = Case(model, BATCH, sequence, CAPACITY)
+    case = Case(model, BATCH, sequence, CAPACITY, gate="unit")
     result = run_case(case, runners_named(None), plan or Plan(warmup=1, repeats=5), source=source,
                       workdir=folder / "bench", progress=lambda what, done, _: done or console.print(what))
     console.print(table(result))

@@ -25,6 +25,7 @@ _MOVES = {"view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze"
           "swapaxes", "swapdims", "flatten", "unflatten", "lift_fresh_copy", "dropout", "native_dropout", "view_as",
           "reshape_as", "expand_as", "float", "half", "repeat", "repeat_interleave", "cat", "stack", "concat", "concatenate",
           "split", "split_with_sizes", "chunk", "unbind", "getitem", "identity", "broadcast_to", "slice", "narrow", "pad", "constant_pad_nd", "meshgrid"}
+_CUTS = {"slice", "narrow", "split", "split_with_sizes", "unbind", "chunk"}
 _REDUCES = {"mean", "sum", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "prod", "norm",
             "linalg_vector_norm", "softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "any", "all",
             "argmax", "argmin", "topk", "sort", "argsort"}
@@ -84,10 +85,15 @@ def _carries_at(node: fx.Node, dims: Sequence[int], carries: Carries) -> bool:
 
 
 def _cuts(node: fx.Node, carries: Carries) -> Reason:
-    """Sizes are checked elsewhere; here only: is a token dim taken apart?"""
-    if name_of(node) in ("unbind", "chunk") and _carries_at(node, [_argument(node, "dim", 0)], carries):
-        return f"{node.target} takes the sequence apart"
-    return None
+    """Is a token dim cut, such as the first token taken for all?"""
+    if name_of(node) not in _CUTS:
+        return None
+    dim = _argument(node, "dim", 0)
+    if not _carries_at(node, [dim], carries):
+        return None
+    if name_of(node) in ("slice", "narrow") and shape_of(_tensor(node))[dim] == shape_of(value_of(node))[dim]:
+        return None
+    return f"{node.target} takes the sequence apart"
 
 
 def _contracts(node: fx.Node, name: str, carries: Carries) -> Reason:

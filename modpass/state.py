@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ def save_pretrained(model: RoutedModel, directory: str | os.PathLike[str]) -> No
         with whole_directory(target) as folder:
             saved.save(folder)
             save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+            # safetensors lets nobody but the owner read what it writes.
+            shutil.copymode(folder / FILE, folder / WEIGHTS)
     except (OSError, SafetensorError) as e:
         raise StateError(f"'{target}' cannot be written: {e}") from e
 

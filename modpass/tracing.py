@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from modpass.calling import Call, parameter_names
 from modpass.errors import InputError, TraceError
 from modpass.inputs import as_named, widen
+from modpass.rewrite import normalise
 
 __all__ = ["Traced", "capture", "export_program"]
 
@@ -52,7 +53,9 @@ def capture(model: nn.Module | ExportedProgram, example_inputs: Any = None) -> T
     call = _call(model, named)
     if program.call_spec.out_spec is None:
         raise TraceError(f"torch.export recorded no output structure for {type(model).__name__}")
-    return Traced(program.module(check_guards=False), call, program.call_spec.out_spec, named, model)
+    graph_module = program.module(check_guards=False)
+    normalise(graph_module.graph)
+    return Traced(graph_module, call, program.call_spec.out_spec, named, model)
 
 
 def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
@@ -162,6 +165,7 @@ def _from_program(program: ExportedProgram) -> Traced:
     if any(_mutates(n) for n in program.graph.nodes):
         program = program.run_decompositions({})
     module = program.module(check_guards=False)
+    normalise(module.graph)
     args_spec, kwargs_spec = spec.in_spec.children()
     names = [*parameter_names(module.forward)[: args_spec.num_children], *(kwargs_spec.context or ())]
     structure = dict(zip(names, [*args_spec.children(), *kwargs_spec.children()], strict=True))

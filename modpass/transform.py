@@ -17,7 +17,7 @@ from modpass.blocks import Block, Blocks, locate
 from modpass.errors import BlockError, InputError
 from modpass.functional import check_capacity
 from modpass.model import Info, InputSpec, RoutedModel
-from modpass.rewrite import Body, drop_inputs, normalise, outline, replace_call, splice, switch_dropout
+from modpass.rewrite import Body, drop_inputs, outline, replace_call, splice, switch_dropout
 from modpass.routing import Gate, RoutedBlock, Selection, choose_option
 from modpass.symbols import shape_of, value_of
 from modpass.tracing import Traced, capture
@@ -73,7 +73,7 @@ def mod_transform(
         raise InputError(f"every is {every!r}; it must be a whole number of 1 or more")
     if not isinstance(capacity, Mapping):
         check_capacity(capacity)
-    traced = _trace(model, example_inputs)
+    traced = capture(model, example_inputs)
     found = locate(traced)
     picked = _pick(found, every, blocks)
     capacities = _capacities(capacity, picked, found)
@@ -96,14 +96,8 @@ def trace(model: nn.Module | ExportedProgram, example_inputs: Any = None) -> Rou
     >>> trace(nn.Linear(3, 3), (torch.randn(2, 3),)).routed_blocks
     {}
     """
-    traced = _trace(model, example_inputs)
-    return _finish(traced, _info(traced, locate(traced), {}), _parameters(traced))
-
-
-def _trace(model: nn.Module | ExportedProgram, example_inputs: Any) -> Traced:
     traced = capture(model, example_inputs)
-    normalise(traced.graph_module.graph)
-    return traced
+    return _finish(traced, _info(traced, locate(traced), {}), _parameters(traced))
 
 
 # Choose blocks

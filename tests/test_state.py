@@ -194,6 +194,21 @@ def test_nothing_is_pickled(saved: Path) -> None:
     json.loads((saved / "modpass.json").read_text())
 
 
+def test_whoever_may_read_one_file_may_read_the_other(saved: Path) -> None:
+    assert len({p.stat().st_mode for p in saved.iterdir()}) == 1
+
+
+def test_a_loaded_model_trains_and_the_file_stays_as_it_was(saved: Path) -> None:
+    before = (saved / "model.safetensors").read_bytes()
+    loaded = modpass.load(saved).train()
+    optimizer = torch.optim.SGD(loaded.parameters(), 0.1)
+    loss = first(loaded(**ZOO["llama"].inputs(2, 9, "none"))).square().mean()
+    loss.backward()
+    optimizer.step()
+    assert loaded.get_parameter("model.layers.1.router.weight").grad is not None
+    assert (saved / "model.safetensors").read_bytes() == before
+
+
 # Saving
 
 

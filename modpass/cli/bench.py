@@ -18,13 +18,11 @@ from modpass.cli.options import (
     Every,
     GateOption,
     Model,
-    Routing,
     Seed,
     SelectionOption,
-    load_source,
     parse_dims,
-    refuse_routed,
 )
+from modpass.cli.source import Routing, load_source, refuse_routed
 from modpass.errors import InputError, ModpassError
 
 if TYPE_CHECKING:
@@ -48,8 +46,9 @@ Runners = Annotated[
         "--runner",
         metavar="NAME",
         show_default="all",
-        help="A way to run: torch, torch-compile, onnxruntime, torch-cuda, torch-compile-cuda, onnxruntime-cuda, "
-        "tensorrt, tensorrt-rtx. May be repeated; what cannot run here is listed with the reason.",
+        help="A way to run: torch, torch-compile, onnxruntime, torch-cuda, torch-compile-cuda, "
+        "onnxruntime-cuda, tensorrt, tensorrt-rtx. May be repeated; one that cannot run here is listed with "
+        "the reason.",
     ),
 ]
 Seconds = Annotated[
@@ -93,9 +92,10 @@ def command(
     dtype: WeightsDtype = "float32",
     seed: Seed = 0,
 ) -> None:
-    """Measure MODEL dense and routed in turn: speed-up, its share of the ideal, and memory.
+    """Measure MODEL dense and routed in turn.
 
-    The ideal is the ratio of counted operations. A dense MODEL is transformed first, with random routers.
+    Reported are the speed-up, its share of the ideal (the ratio of counted operations), times and memory. A
+    dense MODEL is transformed first, with random routers.
     """
     from modpass.bench import Plan, run_case, table
 

@@ -50,7 +50,8 @@ def status(what: str) -> Iterator[None]:
 def progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on a terminal; the function that is yielded takes (what, steps done, steps expected or 0)."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    screen = Console(stderr=True)
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("")
 
         def tell(what: str, done: int, expected: int) -> None:

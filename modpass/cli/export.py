@@ -16,22 +16,22 @@ from modpass.cli.options import (
     Dims,
     Dtype,
     Every,
+    Factory,
     GateOption,
     Model,
     PaddingMask,
-    Routing,
     Seed,
     SelectionOption,
     Sequence,
-    load_source,
     parse_dims,
-    refuse_routed,
 )
+from modpass.cli.source import Routing, load_source, refuse_routed
 from modpass.model import RoutedModel
 from modpass.transform import trace
 
 if TYPE_CHECKING:
-    from modpass.exporters import Manifest
+    from modpass.bench import Source
+    from modpass.exporters import FixedShape, Manifest
 
 __all__ = ["command"]
 
@@ -59,9 +59,11 @@ FileDtype = Annotated[
 ]
 Dense = Annotated[bool, typer.Option("--dense", help="Export the dense model, with no block routed.")]
 Verify = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        "--verify/--no-verify", help="Run the file in ONNX Runtime beside the model in PyTorch, and compare."
+        "--verify/--no-verify",
+        show_default="verify, except bfloat16, which ONNX Runtime cannot run on a CPU",
+        help="Run the file in ONNX Runtime beside the model in PyTorch, and compare.",
     ),
 ]
 
@@ -82,7 +84,8 @@ def command(
     selection: SelectionOption = None,
     padding_mask: PaddingMask = None,
     seed: Seed = 0,
-    verify: Verify = True,
+    verify: Verify = None,
+    factory: Factory = None,
 ) -> None:
     """Write MODEL as ONNX in which every dim is a number.
 
@@ -98,24 +101,39 @@ def command(
         raise typer.BadParameter(message, param_hint="'--dense'")
     shape = FixedShape(batch, sequence, parse_dims(dim))
     with status("loading"):
-        source = load_source(model)
+        source = load_source(model, factory=factory)
     if dense:
         refuse_routed(source, "dense")
     with status("tracing"):
-        if not dense:
-            traced = routing.apply(source, seed)
-        elif isinstance(source.model, RoutedModel):
-            traced = source.model
-        else:
-            traced = trace(source.model, source.example_inputs)
+        traced = _dense(source) if dense else routing.apply(source, seed)
+    _check_sizes(traced, shape)
     with status("exporting"):
         manifest = export_onnx(traced, out, shape, opset, dtype)
     _print_written(out, manifest)
-    if verify:
+    if verify is None and manifest.dtype == "bfloat16":
+        console().print("not compared with PyTorch: ONNX Runtime cannot run bfloat16 on a CPU")
+    elif verify is not False:
         with status("comparing with PyTorch"):
             report = compare(traced, out)
         console().print(f"ONNX Runtime beside PyTorch, {report}", markup=False)
         report.check(*BOUNDS[manifest.dtype])
+
+
+def _dense(source: Source) -> RoutedModel:
+    return (
+        source.model if isinstance(source.model, RoutedModel) else trace(source.model, source.example_inputs)
+    )
+
+
+def _check_sizes(model: RoutedModel, shape: FixedShape) -> None:
+    """Say which option is missing before anything is exported."""
+    free = dict.fromkeys(d for s in model.inputs for d in s.dims if isinstance(d, str))
+    for name in free:
+        if name not in shape.sizes():
+            flag, value = ("--sequence", "N") if name == "sequence" else ("--dim", f"{name}=N")
+            inputs = ", ".join(f"{s.name}[{', '.join(map(str, s.dims))}]" for s in model.inputs)
+            message = f"the model's inputs are {inputs}; give {flag} {value}"
+            raise typer.BadParameter(message, param_hint=f"'{flag}'")
 
 
 def _print_written(out: Path, manifest: Manifest) -> None:

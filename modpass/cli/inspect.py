@@ -7,7 +7,8 @@ from torch import nn
 
 from modpass.blocks import Block, Blocks, find_blocks
 from modpass.cli.console import console, grid, status
-from modpass.cli.options import Model, load_source
+from modpass.cli.options import Factory, Model
+from modpass.cli.source import load_source
 from modpass.model import RoutedModel
 
 __all__ = ["command"]
@@ -18,10 +19,13 @@ LEGEND = (
 )
 
 
-def command(model: Model) -> None:
-    """Show the blocks that can be routed, and for each other candidate the reason why not."""
+def command(model: Model, factory: Factory = None) -> None:
+    """Show the blocks that can be routed.
+
+    For each other candidate the reason is shown why it cannot.
+    """
     with status("loading"):
-        source = load_source(model)
+        source = load_source(model, factory=factory)
     if isinstance(source.model, RoutedModel) and source.model.routed_blocks:
         _print_routed(source.model)
         return

@@ -1,21 +1,14 @@
-"""The options that several commands share, and the loading of MODEL."""
+"""The options that several commands share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import torch
 import typer
 
 from modpass.errors import InputError
 from modpass.functional import check_capacity
-from modpass.model import RoutedModel
 from modpass.routing import Gate, Selection
-from modpass.transform import mod_transform
-
-if TYPE_CHECKING:
-    from modpass.bench import Source
 
 __all__ = [
     "Batch",
@@ -25,16 +18,14 @@ __all__ = [
     "Dtype",
     "DtypeOption",
     "Every",
+    "Factory",
     "GateOption",
     "Model",
     "PaddingMask",
-    "Routing",
     "Seed",
     "SelectionOption",
     "Sequence",
-    "load_source",
     "parse_dims",
-    "refuse_routed",
 ]
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -52,8 +43,18 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         show_default=False,
-        help="A bundled model (smollm2-135m, minilm-l6, dinov2-small), a folder written by 'modpass transform', "
-        "a Hugging Face folder, or package.module:factory.",
+        help="A bundled model (smollm2-135m, minilm-l6, dinov2-small), a folder written by 'modpass "
+        "transform', a Hugging Face folder, or package.module:factory.",
+    ),
+]
+Factory = Annotated[
+    str | None,
+    typer.Option(
+        "--factory",
+        metavar="MODULE:NAME",
+        show_default=False,
+        help="Where MODEL is a folder of 'modpass transform' made from no Hugging Face model: the "
+        "package.module:factory that builds its dense model.",
     ),
 ]
 Capacity = Annotated[
@@ -132,64 +133,6 @@ Dims = Annotated[
     ),
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Type of the weights that are loaded.")]
-
-
-@dataclass(frozen=True)
-class Routing:
-    """The options of the transform, each None where it was not given."""
-
-    capacity: float | None = None
-    every: int | None = None
-    blocks: list[str] | None = None
-    gate: Gate | None = None
-    selection: Selection | None = None
-    padding_mask: str | None = None
-
-    def given(self) -> dict[str, Any]:
-        """The options that were given, as ``mod_transform`` takes them."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        found["blocks"] = [n for names in self.blocks or () for n in names.split(",") if n] or None
-        return {name: value for name, value in found.items() if value is not None}
-
-    def apply(self, source: Source, seed: int) -> RoutedModel:
-        """Transform the model; one that is routed already keeps its routing.
-
-        Raises:
-            typer.BadParameter: options were given that such a model cannot follow.
-            TraceError, BlockError, InputError: from ``mod_transform``.
-        """
-        refuse_routed(source, *self.given())
-        if isinstance(source.model, RoutedModel) and source.model.routed_blocks:
-            return source.model
-        torch.manual_seed(seed)
-        return mod_transform(source.model, example_inputs=source.example_inputs, **self.given())
-
-
-def refuse_routed(source: Source, *options: str) -> None:
-    """Refuse options that a model with its own routing cannot follow.
-
-    Raises:
-        typer.BadParameter: the model is routed, and there is such an option.
-    """
-    if options and isinstance(source.model, RoutedModel) and source.model.routed_blocks:
-        flag = "--" + options[0].replace("_", "-")
-        message = f"'{source.name}' is routed already and keeps its own settings; leave it out"
-        raise typer.BadParameter(message, param_hint=f"'{flag}'")
-
-
-def load_source(spec: str, dtype: Dtype = "float32") -> Source:
-    """Load MODEL; a traced one brings its example inputs along.
-
-    Raises:
-        InputError: MODEL names no model.
-        MissingExtraError: a package that it needs is not installed.
-    """
-    from modpass.bench import load_model
-
-    source = load_model(spec, getattr(torch, dtype))
-    if isinstance(source.model, RoutedModel):
-        return replace(source, example_inputs={s.name: s.example for s in source.model.inputs})
-    return source
 
 
 def parse_dims(values: list[str] | None) -> dict[str, int]:

@@ -16,11 +16,10 @@ from modpass.cli.options import (
     GateOption,
     Model,
     PaddingMask,
-    Routing,
     Seed,
     SelectionOption,
-    load_source,
 )
+from modpass.cli.source import Routing, is_routed, load_source
 from modpass.state import save_pretrained
 
 __all__ = ["command"]
@@ -31,7 +30,7 @@ OutDir = Annotated[
         metavar="OUT_DIR",
         file_okay=False,
         show_default=False,
-        help="The folder to write model.safetensors and modpass.json into; one that modpass wrote is replaced.",
+        help="The folder for model.safetensors and modpass.json; one that modpass wrote is replaced.",
     ),
 ]
 
@@ -54,6 +53,8 @@ def command(
     """
     with status("loading"):
         source = load_source(model, dtype)
+    if is_routed(source):
+        raise typer.BadParameter(f"'{model}' is routed already; give a dense model", param_hint="'MODEL'")
     with status("transforming"):
         routed = Routing(capacity, every, blocks, gate, selection, padding_mask).apply(source, seed)
     with status("saving"):

@@ -1,0 +1,121 @@
+"""Example inputs for a model that does not say what it takes: the usual layouts, tried until one runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modpass.errors import InputError
+from modpass.inputs import as_named
+
+__all__ = ["inputs_for"]
+
+_ROWS, _PATCHES, _TARGET, _FRAMES, _SAMPLES = 2, 16, 31, 64, 6400
+
+
+def inputs_for(model: nn.Module) -> dict[str, Any] | None:
+    """Inputs on which ``model`` runs; None where modpass finds such inputs by itself.
+
+    Raises:
+        InputError: no layout fits a model without a configuration.
+        Exception: no layout fits; the model's own error on the first that it could be given.
+
+    >>> inputs_for(nn.Linear(3, 3))
+    Traceback (most recent call last):
+    modpass.errors.InputError: no usual layout of inputs fits Linear.forward(input)
+    """
+    first: Exception | None = None
+    for named in [None, *_layouts(model)]:
+        try:
+            _run(model, as_named(model, named))
+            return named
+        except Exception as e:  # models raise every kind of error on inputs they do not take
+            first = e if first is None or isinstance(first, InputError | AttributeError) else first
+    assert first is not None
+    if not hasattr(model, "config"):
+        taken = ", ".join(inspect.signature(model.forward).parameters)
+        raise InputError(f"no usual layout of inputs fits {type(model).__name__}.forward({taken})") from first
+    raise first
+
+
+def _run(model: nn.Module, named: dict[str, Any]) -> None:
+    with torch.no_grad():
+        model(**named)
+
+
+def _layouts(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """What the forward's own parameter names ask for, in the layouts that are usual for each."""
+    takes = inspect.signature(model.forward).parameters
+    for main in ("pixel_values", "pixel_values_videos", "inputs", "input_features", "input_values", "input_ids"):
+        if main in takes:
+            for tensor in _MAIN[main](model):
+                yield {main: tensor, **_beside(model, main, takes)}
+
+
+def _images(model: nn.Module) -> Iterator[Tensor]:
+    config = _part(model, "vision_config")
+    size, channels = getattr(config, "image_size", None) or 64, getattr(config, "num_channels", 3)
+    height, width = (size, size) if isinstance(size, int) else size[-2:]
+    frames = getattr(config, "num_frames", None) or getattr(config, "max_num_tiles", 2)
+    yield torch.randn(_ROWS, channels, height, width)
+    yield torch.randn(_ROWS, frames, channels, height, width)
+    yield torch.randn(_ROWS, 1, frames, channels, height, width)
+    patch = getattr(config, "patch_size", None)
+    if isinstance(patch, int):
+        yield torch.randn(_ROWS, _PATCHES, channels * patch * patch)
+
+
+def _features(model: nn.Module) -> Iterator[Tensor]:
+    config = _part(model, "audio_config", "encoder_config", "speech_encoder_config")
+    names = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "feat_in", "feature_size", "input_dim")
+    width = next((getattr(config, n) for n in names if hasattr(config, n)), 80)
+    frames = 2 * (getattr(config, "max_source_positions", None) or _FRAMES // 2)
+    yield torch.randn(_ROWS, width, frames)
+    yield torch.randn(_ROWS, frames, width)
+
+
+def _samples(model: nn.Module) -> Iterator[Tensor]:
+    yield torch.randn(_ROWS, _SAMPLES)
+    yield torch.randn(_ROWS, 1, _SAMPLES)
+
+
+def _ids(model: nn.Module) -> Iterator[Tensor]:
+    config: Any = model.config
+    vocabulary = getattr(_part(model, "encoder_config", "text_config"), "vocab_size", 128)
+    yield torch.randint(2, vocabulary, (_ROWS, 37))
+    codebooks = getattr(config, "num_codebooks", None) or getattr(_part(model, "decoder_config"), "num_channels", None)
+    if isinstance(codebooks, int):
+        yield torch.randint(2, vocabulary, (_ROWS, 37, codebooks))
+
+
+_MAIN = {"pixel_values": _images, "pixel_values_videos": _images, "inputs": _images, "input_features": _features,
+         "input_values": _samples, "input_ids": _ids}
+
+
+def _beside(model: nn.Module, main: str, takes: Any) -> dict[str, Any]:
+    """What goes with the main input: decoder ids, and the sizes and masks of images."""
+    config, beside = _part(model, "decoder_config", "decoder", "text_config"), dict[str, Any]()
+    if "decoder_input_ids" in takes:
+        shape: tuple[int, ...] = (_ROWS, _TARGET)
+        if isinstance(getattr(_part(model, "decoder_config"), "num_channels", None), int) and main == "input_ids":
+            shape = (*shape, _part(model, "decoder_config").num_channels)
+        beside["decoder_input_ids"] = torch.randint(2, getattr(config, "vocab_size", 128), shape)
+    if "spatial_shapes" in takes:
+        beside["spatial_shapes"] = torch.tensor([[4, 4]] * _ROWS)
+        beside["pixel_attention_mask"] = torch.ones(_ROWS, _PATCHES, dtype=torch.int64)
+    if "aspect_ratio_ids" in takes:
+        beside["aspect_ratio_ids"] = torch.ones(_ROWS, 1, dtype=torch.int64)
+        tiles = getattr(model.config, "max_num_tiles", 1)
+        beside["aspect_ratio_mask"] = torch.ones(_ROWS, 1, tiles, dtype=torch.int64)
+    return beside
+
+
+def _part(model: nn.Module, *names: str) -> Any:
+    """The first of these parts that a composite configuration has, else the whole."""
+    config: Any = getattr(model, "config", None)
+    found = next((getattr(config, n) for n in names if getattr(config, n, None) is not None), config)
+    return config if isinstance(found, dict) else found
