@@ -19,8 +19,15 @@ __all__ = ["Comparison", "CoverageResult", "CoverageRow", "compare", "render", "
 _PRELOAD = ("modpass.bench.coverage_warm",)
 
 
-def run(family: str | None = None, only: Iterable[str] | None = None, *, jobs: int = 1, timeout_s: float = 300.0,
-        last: str = STAGES[-1], progress: bool = True) -> CoverageResult:
+def run(
+    family: str | None = None,
+    only: Iterable[str] | None = None,
+    *,
+    jobs: int = 1,
+    timeout_s: float = 300.0,
+    last: str = STAGES[-1],
+    progress: bool = True,
+) -> CoverageResult:
     """Put every architecture of a family through the stages, each in a process of its own.
 
     Args:
@@ -66,5 +73,12 @@ def _wanted(families: Iterable[str], only: list[str] | None) -> list[CoverageRow
 def _bar(shown: bool) -> Progress:
     from rich.console import Console
 
-    return Progress(TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                    console=Console(stderr=True), disable=not shown, transient=True)
+    return Progress(
+        TextColumn("{task.description:<24}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=not shown,
+        transient=True,
+    )

@@ -79,8 +79,13 @@ def shrink(cls: Any, **given: Any) -> Any:
     values = {name: shrunk_value(name, value) for name, value in defaults.items()}
     small = {name: value for name, value in values.items() if value != defaults[name]}
     small |= {name: value for name, value in _NEEDED.items() if name in defaults and defaults[name] is None}
-    small |= {name: [min(d, 2) for d in value] for name, value in defaults.items() if name in _STAGES and _numbers(value)}
-    if any(isinstance(defaults.get(n), list | tuple) for n in ("num_heads", "num_attention_heads", "hidden_sizes", "out_channels")):
+    small |= {
+        name: [min(d, 2) for d in value] for name, value in defaults.items() if name in _STAGES and _numbers(value)
+    }
+    if any(
+        isinstance(defaults.get(n), list | tuple)
+        for n in ("num_heads", "num_attention_heads", "hidden_sizes", "out_channels")
+    ):
         small = {n: v for n, v in small.items() if n not in ("embed_dim", "hidden_dim", "hidden_size")}
     plain = _plain(cls)
     small |= _layers(plain, defaults, values) | _grouped_heads(defaults, small) | _image(defaults) | _rotary(defaults)
@@ -119,10 +124,14 @@ def _layers(plain: Any, defaults: Mapping[str, Any], small: Mapping[str, Any]) -
     if name is None or defaults[name] <= small[name]:
         return {}
     derived = {} if plain is None else vars(plain)
-    lists = {n: v for n, v in derived.items() if n in defaults and isinstance(v, list | tuple) and len(v) == defaults[name]}
+    lists = {
+        n: v for n, v in derived.items() if n in defaults and isinstance(v, list | tuple) and len(v) == defaults[name]
+    }
     kinds = list(zip(*lists.values(), strict=True))
     firsts = sorted({kinds.index(kind): None for kind in dict.fromkeys(kinds)}) if all(map(_hashable, kinds)) else []
-    kept = sorted(firsts[: small[name]] + [i for i in range(defaults[name]) if i not in firsts][: small[name] - len(firsts)])
+    kept = sorted(
+        firsts[: small[name]] + [i for i in range(defaults[name]) if i not in firsts][: small[name] - len(firsts)]
+    )
     return {n: [v[i] for i in kept] for n, v in lists.items()}
 
 

@@ -71,7 +71,14 @@ def _images(model: nn.Module) -> Iterator[Tensor]:
 
 def _features(model: nn.Module) -> Iterator[Tensor]:
     config = _part(model, "audio_config", "encoder_config", "speech_encoder_config")
-    names = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "feat_in", "feature_size", "input_dim")
+    names = (
+        "num_mel_bins",
+        "feature_projection_input_dim",
+        "input_feat_per_channel",
+        "feat_in",
+        "feature_size",
+        "input_dim",
+    )
     width = next((getattr(config, n) for n in names if hasattr(config, n)), 80)
     frames = 2 * (getattr(config, "max_source_positions", None) or _FRAMES // 2)
     yield torch.randn(_ROWS, width, frames)
@@ -92,8 +99,14 @@ def _ids(model: nn.Module) -> Iterator[Tensor]:
         yield torch.randint(2, vocabulary, (_ROWS, 37, codebooks))
 
 
-_MAIN = {"pixel_values": _images, "pixel_values_videos": _images, "inputs": _images, "input_features": _features,
-         "input_values": _samples, "input_ids": _ids}
+_MAIN = {
+    "pixel_values": _images,
+    "pixel_values_videos": _images,
+    "inputs": _images,
+    "input_features": _features,
+    "input_values": _samples,
+    "input_ids": _ids,
+}
 
 
 def _beside(model: nn.Module, main: str, takes: Any) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from torch import nn
 
 from modpass.bench.coverage_configs import enliven, shrink
 from modpass.bench.coverage_inputs import inputs_for
-from modpass.bench.offline import transformers_offline
-from modpass.bench.coverage_overrides import overrides_for
 from modpass.bench.coverage_others import OTHERS
+from modpass.bench.coverage_overrides import overrides_for
+from modpass.bench.offline import transformers_offline
 from modpass.errors import InputError
 
 __all__ = ["FAMILIES", "Made", "make_model", "model_names", "with_inputs"]

@@ -59,8 +59,8 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The stream ``[B, S, D]`` after attention and a feed-forward net."""
-        q, k, v = (t.unflatten(-1, (_HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2])
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.mlp(x)
 
@@ -105,7 +105,14 @@ OTHERS: dict[str, Other] = {
     "symbolic-trace": Other("GraphModule", _symbolic),
     "x-transformers-decoder": Other("TransformerWrapper", lambda: _x_transformers("Decoder")),
     "x-transformers-encoder": Other("TransformerWrapper", lambda: _x_transformers("Encoder")),
-    **{f"timm-{n}": Other("VisionTransformer", lambda n=n: _timm(n))  # type: ignore[misc]
-       for n in ("vit_tiny_patch16_224", "deit_tiny_patch16_224", "vit_tiny_patch14_reg4_dinov2", "eva02_tiny_patch14_224")},
+    **{
+        f"timm-{n}": Other("VisionTransformer", lambda n=n: _timm(n))  # type: ignore[misc]
+        for n in (
+            "vit_tiny_patch16_224",
+            "deit_tiny_patch16_224",
+            "vit_tiny_patch14_reg4_dinov2",
+            "eva02_tiny_patch14_224",
+        )
+    },
     "torchvision-vit": Other("VisionTransformer", lambda: _torchvision("vit_b_16")),
 }

@@ -17,8 +17,15 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"num_kv_shared_layers": 1},
     "dots1": {"n_shared_experts": 1},
     "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
-    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
-                       "indexer_compress_ratio": 4, "ngram_vocab_size_base": 128, "split_ngram_parts": 1},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "ngram_vocab_size_base": 128,
+        "split_ngram_parts": 1,
+    },
     # the shared block must be used twice
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "reformer": {"axial_pos_embds": False},

@@ -34,19 +34,28 @@ def render(result: CoverageResult) -> str:
     families = list(dict.fromkeys(r.family for r in result.rows))
     made_with = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     counts = [_counts(f, [r for r in result.rows if r.family == f], stages) for f in families]
-    parts = ["# Coverage", f"Made by `modpass coverage`{f' with {made_with}' if made_with else ''}.",
-             _grid(("family", *stages, "of those that trace and attend"), counts),
-             "\n".join(f"- **{s}**: {_MEANING[s]}" for s in stages), _LEGEND]
+    parts = [
+        "# Coverage",
+        f"Made by `modpass coverage`{f' with {made_with}' if made_with else ''}.",
+        _grid(("family", *stages, "of those that trace and attend"), counts),
+        "\n".join(f"- **{s}**: {_MEANING[s]}" for s in stages),
+        _LEGEND,
+    ]
     for family in families:
         rows = [r for r in result.rows if r.family == family]
-        parts += [f"## {family}", _grid(("outcome", "models"), _outcomes(rows)),
-                  _grid(("model", "class", "routed", "stops at", "outcome", "reason"), map(_cells, rows))]
+        parts += [
+            f"## {family}",
+            _grid(("outcome", "models"), _outcomes(rows)),
+            _grid(("model", "class", "routed", "stops at", "outcome", "reason"), map(_cells, rows)),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
-_LEGEND = ("A model counts at a stage if it passed that stage and all before. \"Attend\": its plain forward holds "
-           "attention; convolutional and recurrent models have nothing to route. \"Routed\": blocks routed, of those "
-           "found. \"Refused\" is an answer with a reason; \"wrong\" would be a model that computes something else.")
+_LEGEND = (
+    'A model counts at a stage if it passed that stage and all before. "Attend": its plain forward holds '
+    'attention; convolutional and recurrent models have nothing to route. "Routed": blocks routed, of those '
+    'found. "Refused" is an answer with a reason; "wrong" would be a model that computes something else.'
+)
 
 
 def _counts(family: str, rows: Sequence[CoverageRow], stages: Sequence[str]) -> tuple[str, ...]:
@@ -103,8 +112,11 @@ def compare(old: CoverageResult, new: CoverageResult) -> Comparison:
         kind = "gained" if b > a else "lost" if b < a else "changed"
         if a != b or (a < limit and _end(before[key]) != _end(after[key])):
             found[kind].append(f"{'/'.join(key)}: {_end(before[key])} -> {_end(after[key])}")
-    return Comparison(*(tuple(sorted(found[k])) for k in ("gained", "lost", "changed")),
-                      _names(after.keys() - before.keys()), _names(before.keys() - after.keys()))
+    return Comparison(
+        *(tuple(sorted(found[k])) for k in ("gained", "lost", "changed")),
+        _names(after.keys() - before.keys()),
+        _names(before.keys() - after.keys()),
+    )
 
 
 def _progress(row: CoverageRow, limit: int) -> int:

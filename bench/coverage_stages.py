@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import modpass
 from modpass.bench.coverage_models import Made, make_model, with_inputs
 from modpass.blocks import Blocks
-from modpass.errors import BlockError, InputError, ModpassError, MissingExtraError, TraceError
+from modpass.errors import BlockError, InputError, MissingExtraError, ModpassError
 from modpass.exporters import FixedShape, build_engine, export_onnx, verify
 from modpass.exporters.shapes import example_tensors
 from modpass.inputs import as_named
@@ -101,7 +101,7 @@ def _stage(stage: str, subject: Any, family: str, name: str, report: Report, fol
 
 
 def _outcome(error: Exception, stage: str) -> str:
-    """"wrong" and "failed" are faults; "refused" is an answer with a reason."""
+    """ "wrong" and "failed" are faults; "refused" is an answer with a reason."""
     if isinstance(error, Wrong):
         return "wrong"
     if isinstance(error, MissingExtraError | ImportError):
@@ -148,8 +148,9 @@ def _transform(subject: _Subject) -> None:
     """Trace, find and route every block in one call; a refusal at the blocks is kept for that stage."""
     with _recorded_blocks() as found:
         try:
-            subject.routed = modpass.mod_transform(subject.made.model, 1.0, every=1, gate="unit",
-                                                   example_inputs=subject.made.example_inputs)
+            subject.routed = modpass.mod_transform(
+                subject.made.model, 1.0, every=1, gate="unit", example_inputs=subject.made.example_inputs
+            )
         except BlockError as e:
             subject.routed = e
     subject.blocks = found[0] if found else None
@@ -218,8 +219,12 @@ def _check(report: Any) -> None:
 
 def _shape(routed: modpass.RoutedModel) -> FixedShape:
     """Sizes other than the traced ones: batch 3, sequence 29, and the traced size of any other free dim."""
-    free = {d: s.example.shape[i] for s in routed.inputs for i, d in enumerate(s.dims)
-            if isinstance(d, str) and s.example is not None}
+    free = {
+        d: s.example.shape[i]
+        for s in routed.inputs
+        for i, d in enumerate(s.dims)
+        if isinstance(d, str) and s.example is not None
+    }
     others = {d: int(size) for d, size in free.items() if d not in ("batch", "sequence")}
     return FixedShape(3, 29 if "sequence" in free else None, others)
 

@@ -48,9 +48,20 @@ def demo(folder: Path, model: str = MODEL, sequence: int = SEQUENCE, plan: Plan 
     shape = FixedShape(BATCH, sequence)
     for name, graph in (("dense", dense), ("routed", routed)):
         _export(console, folder, name, graph, shape)
+
+    def tell(what: str, done: int, _: int) -> None:
+        if not done:
+            console.print(what)
+
     case = Case(model, BATCH, sequence, CAPACITY, gate="unit")
-    result = run_case(case, runners_named(None), plan or Plan(warmup=1, repeats=5), source=source,
-                      workdir=folder / "bench", progress=lambda what, done, _: done or console.print(what))
+    result = run_case(
+        case,
+        runners_named(None),
+        plan or Plan(warmup=1, repeats=5),
+        source=source,
+        workdir=folder / "bench",
+        progress=tell,
+    )
     console.print(table(result))
     for path in write_report(result, folder / "report.md"):
         console.print(f"wrote {path}")

@@ -70,5 +70,5 @@ _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    flops: int = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+    flops: int = sdpa_flop_count(query, key, value)
     return flops

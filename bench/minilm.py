@@ -22,7 +22,5 @@ def load_minilm(weights: Path, dtype: torch.dtype) -> nn.Module:
     """
     transformers = transformers_offline("models")
     with no_progress_bar(transformers):
-        model: nn.Module = transformers.BertModel.from_pretrained(
-            weights.parent, dtype=dtype, local_files_only=True
-        )
+        model: nn.Module = transformers.BertModel.from_pretrained(weights.parent, dtype=dtype, local_files_only=True)
     return model

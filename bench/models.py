@@ -123,4 +123,3 @@ def _weights(model: BundledModel) -> Path:
             + " and ".join(INSTALL_MODELS)
         )
     return Path(folder, model.path)
-

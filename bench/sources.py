@@ -64,9 +64,7 @@ def _from_folder(folder: Path, dtype: torch.dtype) -> Source:
     if (folder / "modpass.json").is_file():
         return Source(modpass.load(folder), None, name)
     if not (folder / "config.json").is_file():
-        raise InputError(
-            f"MODEL '{folder}' is a folder with neither modpass.json nor config.json; it may be {ALLOWED}"
-        )
+        raise InputError(f"MODEL '{folder}' is a folder with neither modpass.json nor config.json; it may be {ALLOWED}")
     return Source(_from_hugging_face(folder, dtype), None, name)
 
 
@@ -120,9 +118,7 @@ def _factory(spec: str) -> Any:
         factory = getattr(importlib.import_module(module_name), attribute, None)
     except ModuleNotFoundError as e:
         if e.name is None or not f"{module_name}.".startswith(f"{e.name}."):
-            raise MissingExtraError(
-                f"factory '{spec}' imports '{e.name}', which is not installed; install it"
-            ) from e
+            raise MissingExtraError(f"factory '{spec}' imports '{e.name}', which is not installed; install it") from e
         raise InputError(f"MODEL '{spec}' names the module '{module_name}', which cannot be found") from e
     if not callable(factory):
         found = "has no such name" if factory is None else f"holds a {type(factory).__name__} there"

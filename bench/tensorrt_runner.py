@@ -59,9 +59,7 @@ class TensorRTRunner:
         """
         engine = workdir / f"{self.name}.engine"
         major, minor = torch.cuda.get_device_capability()
-        build_engine(
-            onnx_file(model, inputs, workdir), engine, flavor=self.name, compute_capability=f"{major}.{minor}"
-        )
+        build_engine(onnx_file(model, inputs, workdir), engine, flavor=self.name, compute_capability=f"{major}.{minor}")
         return EngineCall(trt_api.load(self.name), engine, inputs)
 
     def peak_bytes(self, call: Call) -> int | None:
@@ -84,7 +82,7 @@ class EngineCall:
         self._runtime = tensorrt.module.Runtime(tensorrt.logger)
         self._engine = self._made(self._runtime.deserialize_cuda_engine(path.read_bytes()), "engine")
         self._context = self._made(self._engine.create_execution_context(), "execution context")
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream()
         self.tensors = bind(tensorrt.module, self._engine, self._context, inputs, "cuda")
         torch.cuda.synchronize()
 
@@ -111,9 +109,7 @@ class EngineCall:
         return f"{self._tensorrt.flavor.title} {self._tensorrt.version} made no {what}: {said}"
 
 
-def bind(
-    module: Any, engine: Any, context: Any, inputs: Mapping[str, Tensor], device: str
-) -> dict[str, Tensor]:
+def bind(module: Any, engine: Any, context: Any, inputs: Mapping[str, Tensor], device: str) -> dict[str, Tensor]:
     """Give every input and output of an engine a tensor on ``device``, which the caller must keep alive.
 
     Raises:

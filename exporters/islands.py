@@ -82,9 +82,7 @@ def _scores(value: ir.Value | None) -> Iterator[ir.Node]:
 
 def _tables(nodes: list[ir.Node]) -> set[ir.Node]:
     """What is computed from integers and constants alone. Products count only on the way to Sin or Cos."""
-    wide = _from_integers(
-        nodes, lambda n: n.op_type in _ARITHMETIC | _MOVEMENT | _STATISTIC | _PERIODIC | _PRODUCT
-    )
+    wide = _from_integers(nodes, lambda n: n.op_type in _ARITHMETIC | _MOVEMENT | _STATISTIC | _PERIODIC | _PRODUCT)
     angles: set[ir.Node] = set()
     pending = [n for n in wide if n.op_type in _PERIODIC]
     while pending:
@@ -101,9 +99,7 @@ def _from_integers(nodes: list[ir.Node], allowed: Callable[[ir.Node], bool]) -> 
     for node in nodes:
         if not allowed(node) or not _floats(node.outputs):
             continue
-        if not _is_embedding(node) and all(
-            is_constant(v) or v.producer() in found for v in _floats(node.inputs)
-        ):
+        if not _is_embedding(node) and all(is_constant(v) or v.producer() in found for v in _floats(node.inputs)):
             found.add(node)
     return found
 

@@ -209,9 +209,7 @@ class _Reader:
             bytes=(int, type(None)),
         )
         if manifest.kind not in ("onnx", "engine"):
-            raise StateError(
-                f"the manifest '{self.path}': kind is '{manifest.kind}', allowed are 'onnx' and 'engine'"
-            )
+            raise StateError(f"the manifest '{self.path}': kind is '{manifest.kind}', allowed are 'onnx' and 'engine'")
         return manifest
 
     def tensor(self, raw: Any, where: str) -> TensorSpec:

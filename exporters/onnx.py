@@ -53,8 +53,13 @@ class _Flat(nn.Module):
         return (*leaves, *(choices[n] for n in self.model.routed_blocks))
 
 
-def export_onnx(model: RoutedModel | nn.Module, path: str | os.PathLike[str], shape: FixedShape, opset: int = 18,
-                dtype: Precision | None = None) -> Manifest:
+def export_onnx(
+    model: RoutedModel | nn.Module,
+    path: str | os.PathLike[str],
+    shape: FixedShape,
+    opset: int = 18,
+    dtype: Precision | None = None,
+) -> Manifest:
     """Write ``model`` as ONNX with fixed shapes, and its manifest beside it (``<path>.json``).
 
     Args:
@@ -82,8 +87,9 @@ def export_onnx(model: RoutedModel | nn.Module, path: str | os.PathLike[str], sh
     return manifest
 
 
-def as_onnx(model: RoutedModel, shape: FixedShape, opset: int = 18,
-            dtype: Precision | None = None) -> tuple[ir.Model, dict[str, str]]:
+def as_onnx(
+    model: RoutedModel, shape: FixedShape, opset: int = 18, dtype: Precision | None = None
+) -> tuple[ir.Model, dict[str, str]]:
     """The ONNX graph of ``model``, and for each routed block the name of the value that holds its choices.
 
     Raises:
@@ -95,8 +101,10 @@ def as_onnx(model: RoutedModel, shape: FixedShape, opset: int = 18,
         raise InputError(f"dtype is {dtype!r}; allowed are 'float32', 'float16' and 'bfloat16'")
     stochastic = [n for n, b in model.routed_blocks.items() if b.selection == "stochastic"]
     if stochastic:
-        raise ExportError(f"block '{stochastic[0]}' selects by noise (selection='stochastic'), which no fixed graph "
-                          "repeats; transform with selection='expert_choice' to export")
+        raise ExportError(
+            f"block '{stochastic[0]}' selects by noise (selection='stochastic'), which no fixed graph "
+            "repeats; transform with selection='expert_choice' to export"
+        )
     tensors = example_tensors(model, shape)
     graph = _lower(model, tensors, opset)
     _name_values(graph, model, list(tensors))
@@ -113,8 +121,14 @@ def _lower(model: RoutedModel, tensors: Mapping[str, Tensor], opset: int) -> ir.
     try:
         with _quiet(), torch.no_grad():
             flat = _Flat(model.eval(), list(tensors)).eval()
-            program = torch.onnx.export(flat, tuple(tensors.values()), dynamo=True, opset_version=opset,
-                                        external_data=False, verbose=False)
+            program = torch.onnx.export(
+                flat,
+                tuple(tensors.values()),
+                dynamo=True,
+                opset_version=opset,
+                external_data=False,
+                verbose=False,
+            )
     except Exception as e:
         first = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
         raise ExportError(f"torch.onnx.export cannot lower this model at opset {opset}: {first}") from e
@@ -202,16 +216,21 @@ def open_dims(graph: ir.Model) -> list[str]:
     >>> open_dims(ir.Model(ir.Graph([], [], nodes=[]), ir_version=10))
     []
     """
-    return [f"{v.name}{list(v.shape) if v.shape is not None else '[unknown rank]'}" for v in _values(graph)
-            if v.name and (v.shape is None or not all(isinstance(d, int) for d in v.shape))]
+    return [
+        f"{v.name}{list(v.shape) if v.shape is not None else '[unknown rank]'}"
+        for v in _values(graph)
+        if v.name and (v.shape is None or not all(isinstance(d, int) for d in v.shape))
+    ]
 
 
 def _prove_static(graph: ir.Model) -> None:
     if open_dims(graph):
         passes.ShapeInferencePass()(graph)
     if found := open_dims(graph):
-        raise ExportError(f"{len(found)} values have a dim that is not an integer, the first is {found[0]}; a fixed "
-                          "graph needs every size to follow from the input shapes")
+        raise ExportError(
+            f"{len(found)} values have a dim that is not an integer, the first is {found[0]}; a fixed "
+            "graph needs every size to follow from the input shapes"
+        )
 
 
 def _facts(model: RoutedModel, graph: ir.Model, shape: FixedShape, indices: dict[str, str]) -> dict[str, Any]:
@@ -219,12 +238,19 @@ def _facts(model: RoutedModel, graph: ir.Model, shape: FixedShape, indices: dict
     blocks = {}
     for name, block in model.routed_blocks.items():
         k = int(chosen[indices[name]].shape[1])  # type: ignore[index,arg-type]
-        blocks[name] = RoutedSpec(block.capacity, _sequence(block, k, shape), k, block.gate, block.selection,
-                                  indices[name])
-    return {"opset": graph.opset_imports[""], "dtype": _dtype(graph), "inputs": _specs(graph.graph.inputs),
-            "outputs": _specs(graph.graph.outputs), "routed_blocks": blocks, "settings": model.settings,
-            "shape": {"batch": shape.batch, "sequence": shape.sequence, "dims": dict(shape.dims)},
-            "versions": versions()}
+        blocks[name] = RoutedSpec(
+            block.capacity, _sequence(block, k, shape), k, block.gate, block.selection, indices[name]
+        )
+    return {
+        "opset": graph.opset_imports[""],
+        "dtype": _dtype(graph),
+        "inputs": _specs(graph.graph.inputs),
+        "outputs": _specs(graph.graph.outputs),
+        "routed_blocks": blocks,
+        "settings": model.settings,
+        "shape": {"batch": shape.batch, "sequence": shape.sequence, "dims": dict(shape.dims)},
+        "versions": versions(),
+    }
 
 
 def _sequence(block: Any, k: int, shape: FixedShape) -> int:
@@ -235,8 +261,14 @@ def _sequence(block: Any, k: int, shape: FixedShape) -> int:
 
 
 def _specs(values: Any) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(str(v.name), tuple(int(d) for d in v.shape), v.dtype.name.lower().replace("float", "float32")
-                            if v.dtype == ir.DataType.FLOAT else v.dtype.name.lower()) for v in values)
+    return tuple(
+        TensorSpec(
+            str(v.name),
+            tuple(int(d) for d in v.shape),
+            v.dtype.name.lower().replace("float", "float32") if v.dtype == ir.DataType.FLOAT else v.dtype.name.lower(),
+        )
+        for v in values
+    )
 
 
 def _dtype(graph: ir.Model) -> str:

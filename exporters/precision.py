@@ -239,9 +239,7 @@ class _Conversion:
         attributes: dict[str, int],
     ) -> ir.Node:
         """Put a node right behind ``origin``, so that every graph nested below can read its result."""
-        name = self._unique(
-            f"{origin.name}_{dtype.numpy()}" if op == "Cast" else f"{origin.name}_{op.lower()}"
-        )
+        name = self._unique(f"{origin.name}_{dtype.numpy()}" if op == "Cast" else f"{origin.name}_{op.lower()}")
         node = ir.node(op, inputs, attributes, name=self._unique(f"node_{name}"))
         node.outputs[0].name, node.outputs[0].dtype, node.outputs[0].shape = name, dtype, origin.shape
         producer = origin.producer()
@@ -252,11 +250,7 @@ class _Conversion:
             return node
         node.metadata_props.update(producer.metadata_props)
         clipped = inputs[0].producer() if op == "Cast" else None
-        after = (
-            clipped
-            if clipped is not None and clipped.op_type == "Clip" and inputs[0] is not origin
-            else producer
-        )
+        after = clipped if clipped is not None and clipped.op_type == "Clip" and inputs[0] is not origin else producer
         assert isinstance(after.graph, ir.Graph)
         after.graph.insert_after(after, node)
         return node

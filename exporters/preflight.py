@@ -255,9 +255,7 @@ def _attention(node: ir.Node, inside_if: bool, context: _Context) -> Iterator[Re
         yield context.refuse(node, f"Attention has several outputs, TensorRT supports one; {cure}")
     for name in ("softcap", "softmax_precision", "qk_matmul_output_mode"):
         if name in node.attributes and node.attributes[name].value:
-            yield context.refuse(
-                node, f"Attention has {name}={node.attributes[name].value}, unsupported; {cure}"
-            )
+            yield context.refuse(node, f"Attention has {name}={node.attributes[name].value}, unsupported; {cure}")
     mask = _dtype(node, 3)
     if mask not in (None, ir.DataType.BOOL, _dtype(node, 0)):
         yield context.refuse(node, f"Attention's mask is {mask}, its query {_dtype(node, 0)}; {cure}")

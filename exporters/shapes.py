@@ -57,8 +57,10 @@ def input_shapes(model: RoutedModel, shape: FixedShape) -> dict[str, tuple[int, 
         given = "sequence=" if missing == ["sequence"] else "dims="
         raise InputError(f"no size was given for {', '.join(map(repr, missing))}; give {given} a number")
     if shape.sequence is not None and "sequence" not in free:
-        raise InputError(f"sequence is {shape.sequence}, but this model's sequence follows from its input sizes: "
-                         f"{', '.join(f'{s.name}{list(s.dims)}' for s in model.inputs)}; leave it out")
+        raise InputError(
+            f"sequence is {shape.sequence}, but this model's sequence follows from its input sizes: "
+            f"{', '.join(f'{s.name}{list(s.dims)}' for s in model.inputs)}; leave it out"
+        )
     return {s.name: tuple(sizes[d] if isinstance(d, str) else d for d in s.dims) for s in model.inputs}
 
 

@@ -56,24 +56,30 @@ class VerificationReport:
         """
         for d in self.outputs:
             if not d.max_rel <= max_error:  # NaN is never within bounds
-                raise VerificationError(f"output '{d.name}' is off by {d.max_rel:.3g} relative ({d.max_abs:.3g} absolute); "
-                                        f"allowed is {max_error:g}")
+                raise VerificationError(
+                    f"output '{d.name}' is off by {d.max_rel:.3g} relative ({d.max_abs:.3g} absolute); "
+                    f"allowed is {max_error:g}"
+                )
         for block, share in self.choices.items():
             if share < min_agreement:
-                raise VerificationError(f"block '{block}' chooses {share:.2%} of the model's tokens; allowed is "
-                                        f"{min_agreement:.2%} or more")
+                raise VerificationError(
+                    f"block '{block}' chooses {share:.2%} of the model's tokens; allowed is {min_agreement:.2%} or more"
+                )
         return self
 
     def __str__(self) -> str:
         lines = [f"{d.name}: max abs {d.max_abs:.3g}, max rel {d.max_rel:.3g}" for d in self.outputs]
         if self.choices:
-            lines.append(f"token choices equal: {min(self.choices.values()):.2%} or more in each of "
-                         f"{len(self.choices)} routed blocks")
+            lines.append(
+                f"token choices equal: {min(self.choices.values()):.2%} or more in each of "
+                f"{len(self.choices)} routed blocks"
+            )
         return "\n".join(lines)
 
 
-def verify(model: RoutedModel | nn.Module, path: str | os.PathLike[str],
-           inputs: Mapping[str, Tensor] | None = None) -> VerificationReport:
+def verify(
+    model: RoutedModel | nn.Module, path: str | os.PathLike[str], inputs: Mapping[str, Tensor] | None = None
+) -> VerificationReport:
     """Run the file in ONNX Runtime beside the model in PyTorch, on the same inputs; note the figures in the manifest.
 
     Args:
@@ -96,8 +102,10 @@ def verify(model: RoutedModel | nn.Module, path: str | os.PathLike[str],
     outputs = tuple(_difference(n, wanted[n], found[n]) for n in wanted)
     choices = {n: _agreement(wanted_choices[n].numpy(), found[value]) for n, value in names.items()}
     report = VerificationReport(outputs, choices)
-    replace(manifest, parity={"outputs": [asdict(d) for d in outputs if np.isfinite(d.max_rel)],
-                              "choices": choices}).save(manifest_path(path))
+    replace(
+        manifest,
+        parity={"outputs": [asdict(d) for d in outputs if np.isfinite(d.max_rel)], "choices": choices},
+    ).save(manifest_path(path))
     return report
 
 

@@ -14,15 +14,47 @@ import torch
 from torch import Tensor, fx
 
 from modpass.functional import Gather
-from modpass.mixing import mixing_reason, name_of
+from modpass.mixing import is_pointwise, mixing_reason, name_of
 from modpass.symbols import Expr, expr_of, shape_of, value_of
 
 __all__ = ["Analysis", "Refusal", "Sizes", "analyse"]
 
 SEQUENCE = sympy.Symbol("S", positive=True, integer=True)
 _ATTENTION = {"softmax", "_softmax", "_safe_softmax", "scaled_dot_product_attention"}
-_RESIDUAL = {"add", "add_", "sub", "mul", "to", "_to_copy", "dropout", "layer_norm", "rms_norm", "alias", "detach", "clone",
-             "contiguous", "slice"}
+_RESIDUAL = {
+    "add",
+    "add_",
+    "sub",
+    "mul",
+    "to",
+    "_to_copy",
+    "dropout",
+    "layer_norm",
+    "rms_norm",
+    "alias",
+    "detach",
+    "clone",
+    "contiguous",
+    "slice",
+}
+
+
+_UNIFORM = {"full", "zeros", "ones", "empty"}
+_MOVED = {
+    "slice",
+    "view",
+    "reshape",
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "clone",
+    "contiguous",
+    "to",
+    "_to_copy",
+    "transpose",
+    "permute",
+    "alias",
+}
 
 
 class Refusal(Exception):
@@ -98,18 +130,34 @@ def analyse(nodes: list[fx.Node], seen: Mapping[fx.Node, Any] | None = None) -> 
         return found
     found.tokens = region.dependent(stream)
     inner = set(found.tokens)
+    uniform = region.uniform()
+    made = _needed(found.tokens, {n for n in uniform if any(map(sizes.carries, shape_of(value_of(n))))}, uniform)
+    found.tokens = [n for n in nodes if n in inner or n in made]
+    inner |= made
     found.hoisted = [n for n in nodes if n not in inner and isinstance(value_of(n), Tensor) and n.op != "get_attr"]
-    region.check_outputs(inner, output)
-    for node in found.tokens:
+    region.check_outputs(inner - made, output)
+    for node in (n for n in found.tokens if n not in made):
         _check_sizes(node, sizes)
         reason = mixing_reason(node, sizes.carries)
         if reason:
             raise Refusal(f"{reason} (node {node.name})")
         for side in _sides(node, inner, stream):
-            gather = _gather(node, side, region.shape(side), sizes)
+            gather = _gather(node, side, region.value(side), sizes)
             if gather is not None:
                 found.gathers[node, side] = gather
     return found
+
+
+def _needed(tokens: list[fx.Node], sized: set[fx.Node], uniform: set[fx.Node]) -> set[fx.Node]:
+    """The uniform tensors of token length that token nodes read, and what those are made from."""
+    needed: set[fx.Node] = set()
+    frontier = [a for n in tokens for a in n.all_input_nodes if a in sized]
+    while frontier:
+        node = frontier.pop()
+        if node not in needed:
+            needed.add(node)
+            frontier += [a for a in node.all_input_nodes if a in uniform]
+    return needed
 
 
 class _Region:
@@ -148,7 +196,7 @@ class _Region:
 
     def _alike(self, a: fx.Node, b: fx.Node) -> bool:
         x, y = self.value(a), value_of(b)
-        return (bool(x.is_floating_point()) and x.dtype == y.dtype and self.shape(a) == shape_of(y) and x.dim() == 3)
+        return bool(x.is_floating_point()) and x.dtype == y.dtype and self.shape(a) == shape_of(y) and x.dim() == 3
 
     def _distance(self, output: fx.Node, source: fx.Node) -> int | None:
         """Steps from ``output`` back to ``source`` along sums and norms, the way of the residual."""
@@ -156,8 +204,13 @@ class _Region:
         while frontier:
             if source in frontier:
                 return distance
-            steps = [a for n in frontier if n in self.inside and name_of(n) in _RESIDUAL
-                     for a in n.all_input_nodes if a not in seen and self.shape(a) == shape_of(value_of(output))]
+            steps = [
+                a
+                for n in frontier
+                if n in self.inside and name_of(n) in _RESIDUAL
+                for a in n.all_input_nodes
+                if a not in seen and self.shape(a) == shape_of(value_of(output))
+            ]
             seen.update(steps)
             frontier, distance = list(dict.fromkeys(steps)), distance + 1
         return None
@@ -167,8 +220,10 @@ class _Region:
         first, second = self.shape(stream)[:2]
         attended = self.attended()
         if attended and first not in attended and second not in attended:
-            raise Refusal(f"its attention runs over {', '.join(map(str, attended))} tokens, not over a dim of the "
-                          f"stream ({first}, {second}): windows or pooled keys")
+            raise Refusal(
+                f"its attention runs over {', '.join(map(str, attended))} tokens, not over a dim of the "
+                f"stream ({first}, {second}): windows or pooled keys"
+            )
         if first == second:
             raise Refusal(f"batch and sequence are both {first} in the trace; trace with two different sizes")
         if first in attended and second not in attended:
@@ -195,6 +250,20 @@ class _Region:
                 inner[node] = None
         return list(inner)
 
+    def uniform(self) -> set[fx.Node]:
+        """Tensors with one value in every place: they are made anew inside, at the chosen length."""
+        found: set[fx.Node] = set()
+        for node in self.nodes:
+            made = name_of(node) in _UNIFORM and not any(isinstance(value_of(a), Tensor) for a in node.all_input_nodes)
+            if made or (
+                name_of(node) in _MOVED
+                and node.all_input_nodes
+                and all(a in found for a in node.all_input_nodes if isinstance(value_of(a), Tensor))
+                and any(a in found for a in node.all_input_nodes)
+            ):
+                found.add(node)
+        return found
+
     def check_outputs(self, inner: set[fx.Node], output: fx.Node) -> None:
         if output not in inner:
             raise Refusal("its output does not depend on the stream")
@@ -212,16 +281,22 @@ def _check_sizes(node: fx.Node, sizes: Sizes) -> None:
     for value in values:
         for size in shape_of(value):
             if not sizes.is_parametric(size):
-                raise Refusal(f"{node.target} makes a dim of {sizes.canonical(size)}, which is not the sequence S "
-                              f"(node {node.name})")
+                raise Refusal(
+                    f"{node.target} makes a dim of {sizes.canonical(size)}, which is not the sequence S "
+                    f"(node {node.name})"
+                )
 
 
 def _sides(node: fx.Node, inner: set[fx.Node], stream: fx.Node) -> list[fx.Node]:
     return [a for a in node.all_input_nodes if a not in inner and a is not stream and isinstance(value_of(a), Tensor)]
 
 
-def _gather(node: fx.Node, side: fx.Node, shape: tuple[Expr, ...], sizes: Sizes) -> Gather | None:
+def _gather(node: fx.Node, side: fx.Node, value: Any, sizes: Sizes) -> Gather | None:
     """How ``side`` follows the tokens into ``node``: aligned from the right, as broadcasting aligns it."""
+    shape = shape_of(value)
+    if not any(map(sizes.carries, shape)):
+        return None
+    shape = _as_broadcast(node, side, value, sizes)
     counted = [i for i, size in enumerate(shape) if sizes.carries(size)]
     if not counted:
         return None
@@ -240,16 +315,31 @@ def _gather(node: fx.Node, side: fx.Node, shape: tuple[Expr, ...], sizes: Sizes)
     raise Refusal(f"{node.target} has no batch dim to gather the side input {shown} by (node {node.name})")
 
 
+def _as_broadcast(node: fx.Node, side: fx.Node, value: Any, sizes: Sizes) -> tuple[Expr, ...]:
+    """A size such as ``L - Max(0, L - S)``, cut from a table, is S or 1 where it broadcasts against S."""
+    shape, out = shape_of(value), _broadcast_shape(node, side) or ()
+    offset, found = len(out) - len(shape), list(shape)
+    for i, size in enumerate(shape):
+        if offset >= 0 and sizes.carries(size) and sizes.canonical(size) != SEQUENCE:
+            if _hint(value.shape[i]) == 1:
+                found[i] = sympy.Integer(1)
+            elif sizes.canonical(out[offset + i]) == SEQUENCE:
+                found[i] = sizes.sequence
+    return tuple(found)
+
+
+def _hint(size: Any) -> int | None:
+    return int(size) if isinstance(size, int) else size.node.hint
+
+
 def _broadcast_shape(node: fx.Node, side: fx.Node) -> tuple[Expr, ...] | None:
-    target: Any = node.target
     if name_of(node) == "scaled_dot_product_attention":
         query, key = (shape_of(value_of(a)) for a in node.args[:2] if isinstance(a, fx.Node))
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
         return (*query[:-1], key[-2]) if mask is side else None
     if name_of(node) == "baddbmm" and node.args[0] is side:
         return shape_of(value_of(node))
-    pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-    return shape_of(value_of(node)) if pointwise or name_of(node) in ("cat", "concat") else None
+    return shape_of(value_of(node)) if is_pointwise(node) or name_of(node) in ("cat", "concat") else None
 
 
 def canonical_arguments(node: fx.Node) -> list[tuple[str, Any]]:

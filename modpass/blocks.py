@@ -6,9 +6,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from modpass.analysis import Analysis, Refusal, analyse
@@ -76,7 +77,9 @@ class Blocks:
         rows += [(s.name, s.kind, "refused", s.reason) for s in self.skipped]
         header = ("block", "class", "stream", "side inputs at the chosen tokens, or reason")
         widths = [max(len(r[i]) for r in [header, *rows]) for i in range(3)]
-        return "\n".join("  ".join([*(r[i].ljust(widths[i]) for i in range(3)), r[3]]).rstrip() for r in [header, *rows])
+        return "\n".join(
+            "  ".join([*(r[i].ljust(widths[i]) for i in range(3)), r[3]]).rstrip() for r in [header, *rows]
+        )
 
 
 def _sides(block: Block) -> str:
@@ -92,7 +95,8 @@ def find_blocks(model: nn.Module | ExportedProgram, example_inputs: Any = None) 
         InputError: no example inputs were given and the model does not say what it takes.
 
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    >>> find_blocks(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (nn.Parameter(Tensor(2, 5, 8)),)).names()
+    >>> encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    >>> find_blocks(encoder, (nn.Parameter(Tensor(2, 5, 8)),)).names()
     ['layers.0', 'layers.1']
     """
     return locate(capture(model, example_inputs))
@@ -121,7 +125,16 @@ class _Module:
     nodes: list[fx.Node]
 
     def is_inside(self, other: _Module) -> bool:
-        return self.name.startswith(other.name + ".")
+        return self.path.startswith(other.path + ".") and self.nodes[0] in other.members
+
+    @property
+    def path(self) -> str:
+        """The module's path, without the number of a repeated call."""
+        return self.name.partition("@")[0]
+
+    @cached_property
+    def members(self) -> set[fx.Node]:
+        return set(self.nodes)
 
 
 def _as_block(candidate: _Module, reopener: Reopener) -> Block:
@@ -138,7 +151,9 @@ def _modules(graph: fx.Graph) -> list[_Module]:
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):
             continue
-        for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+        for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
+            # A repeated call of one module carries its number in the key.
+            path = f"{path}@{key.rpartition('@')[2]}" if "@" in str(key) and path and "@" not in path else path
             if path:
                 name = kind if isinstance(kind, str) else kind.__qualname__
                 found.setdefault(path, _Module(path, name.rsplit(".", 1)[-1], [])).nodes.append(node)
@@ -151,8 +166,11 @@ def _candidates(graph: fx.Graph) -> list[_Module]:
     siblings: dict[tuple[str, str], int] = defaultdict(int)
     for m in modules:
         siblings[m.name.rpartition(".")[0], m.kind] += 1
-    alike = [m for m in modules
-             if re.fullmatch(r"\d+(@\d+)?", m.name.rpartition(".")[2]) or siblings[m.name.rpartition(".")[0], m.kind] > 1]
+    alike = [
+        m
+        for m in modules
+        if re.fullmatch(r"\d+(@\d+)?", m.name.rpartition(".")[2]) or siblings[m.name.rpartition(".")[0], m.kind] > 1
+    ]
     chosen: list[_Module] = []
     for m in sorted(alike, key=lambda m: m.name.count(".")):
         if not any(m.is_inside(c) for c in chosen) and not _contains_blocks(m, alike):
@@ -173,7 +191,14 @@ def _has_residual(module: _Module) -> bool:
     """Whether it sums two values of its output's shape, one of them made outside or by another sum."""
     inside = set(module.nodes)
     outputs = {shape_of(value_of(n)) for n in module.nodes if any(u not in inside for u in n.users)}
-    return any(name_of(n) in ("add", "add_") and shape_of(value_of(n)) in outputs
-               and sum(isinstance(a, fx.Node) and shape_of(value_of(a)) == shape_of(value_of(n)) and a.op != "get_attr"
-                       for a in n.args) == 2 and len(shape_of(value_of(n))) >= 3
-               for n in module.nodes)
+    return any(
+        name_of(n) in ("add", "add_")
+        and shape_of(value_of(n)) in outputs
+        and sum(
+            isinstance(a, fx.Node) and shape_of(value_of(a)) == shape_of(value_of(n)) and a.op != "get_attr"
+            for a in n.args
+        )
+        == 2
+        and len(shape_of(value_of(n))) >= 3
+        for n in module.nodes
+    )

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from modpass.errors import InputError
 
-__all__ = ["Call", "CallCodeGen", "UNSET", "parameter_names"]
+__all__ = ["UNSET", "Call", "CallCodeGen", "parameter_names"]
 
 
 class _Unset:
@@ -30,8 +30,11 @@ def parameter_names(function: Any) -> list[str]:
     >>> parameter_names(lambda input_ids, attention_mask=None: None)
     ['input_ids', 'attention_mask']
     """
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD,
-             inspect.Parameter.KEYWORD_ONLY)
+    kinds = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    )
     return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
 
 
@@ -74,8 +77,10 @@ class Call:
             constant = self.constants[name]
             if absent or value is constant or value == constant:
                 return constant
-            raise InputError(f"input '{name}' was traced as the constant {constant!r}; {value!r} needs another "
-                             f"trace: give it in example_inputs")
+            raise InputError(
+                f"input '{name}' was traced as the constant {constant!r}; {value!r} needs another "
+                f"trace: give it in example_inputs"
+            )
         if not absent:
             return value
         if name in self.optional:
@@ -87,8 +92,10 @@ class Call:
     def _refuse_untraced(self, name: str, value: Any) -> None:
         if value is None or (name in self.defaults and self.defaults[name] is value):
             return
-        raise InputError(f"input '{name}' was not traced; the graph takes: {', '.join(self.structure)}. "
-                         f"Give '{name}' in example_inputs to trace it in")
+        raise InputError(
+            f"input '{name}' was not traced; the graph takes: {', '.join(self.structure)}. "
+            f"Give '{name}' in example_inputs to trace it in"
+        )
 
 
 class CallCodeGen(CodeGen):

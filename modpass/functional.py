@@ -5,6 +5,7 @@ Shapes: B batch, S sequence, k chosen tokens, D width. ``x_BSD`` is the residual
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +13,17 @@ from torch import Tensor
 
 from modpass.errors import CapacityError
 
-__all__ = ["Gather", "check_capacity", "gather_tokens", "rank_scores", "router_scores", "select", "slots",
-           "take", "write_back"]
+__all__ = [
+    "Gather",
+    "check_capacity",
+    "gather_tokens",
+    "rank_scores",
+    "router_scores",
+    "select",
+    "slots",
+    "take",
+    "write_back",
+]
 
 
 def check_capacity(capacity: float, block: str = "the block") -> float:
@@ -41,7 +51,9 @@ def slots(capacity: float, sequence: int) -> int:
     >>> [slots(0.125, s) for s in (1024, 16, 12, 7)]
     [128, 2, 1, 1]
     """
-    k: int = torch.sym_max(1, torch.sym_int(capacity * sequence + 1e-6))
+    if isinstance(sequence, int):
+        return max(1, math.floor(capacity * sequence + 1e-6))
+    k: int = torch.sym_max(1, torch.sym_int(capacity * sequence + 1e-6))  # type: ignore[unreachable]
     return k
 
 

@@ -75,16 +75,22 @@ def infer_inputs(model: nn.Module) -> dict[str, Any]:
     """
     named: dict[str, Any] = {}
     if hasattr(model, "config") and isinstance(getattr(model, "main_input_name", None), str):
-        named = _from_config(model)
-    elif isinstance(getattr(model, "pretrained_cfg", None), Mapping) and "input_size" in model.pretrained_cfg:
-        named = {parameter(model): torch.randn(BATCH, *model.pretrained_cfg["input_size"])}
+        try:
+            named = _from_config(model)
+        except (AttributeError, KeyError, TypeError):
+            named = {}
+    elif isinstance(cfg := getattr(model, "pretrained_cfg", None), Mapping) and "input_size" in cfg:
+        named = {parameter(model): torch.randn(BATCH, *cfg["input_size"])}
     if not named:
-        raise InputError(f"{type(model).__name__} does not say what it takes; pass example_inputs "
-                         "(a tuple, a dict or both), with a batch of 2 or more rows")
+        raise InputError(
+            f"{type(model).__name__} does not say what it takes; pass example_inputs "
+            "(a tuple, a dict or both), with a batch of 2 or more rows"
+        )
     reference = next((p for p in model.parameters() if p.is_floating_point()), None)
     if reference is not None:
-        named = {n: v.to(reference.device, reference.dtype if v.is_floating_point() else None)
-                 for n, v in named.items()}
+        named = {
+            n: v.to(reference.device, reference.dtype if v.is_floating_point() else None) for n, v in named.items()
+        }
     return _no_cache(model, named)
 
 
@@ -103,7 +109,8 @@ def _from_config(model: nn.Module) -> dict[str, Any]:
     if main != "input_ids":
         dummy = dict(getattr(model, "dummy_inputs", {}) or {})
         return {n: _rows(v) for n, v in dummy.items() if isinstance(v, Tensor) and n in takes}
-    limit = getattr(text, "max_position_embeddings", None) or 4096
+    limit = getattr(text, "max_position_embeddings", None)
+    limit = limit if isinstance(limit, int) and limit > 0 else 4096
     sequence = min(SEQUENCE, limit)
     named = _tokens("input_ids", "attention_mask", sequence, text.vocab_size, takes)
     if getattr(config, "is_encoder_decoder", False):
@@ -120,7 +127,7 @@ def _tokens(ids: str, mask: str, sequence: int, vocabulary: int, takes: Mapping[
 
 
 def _image_size(config: Any) -> tuple[int, int]:
-    size = config.image_size
+    size = getattr(getattr(config, "vision_config", config), "image_size", 224)
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 

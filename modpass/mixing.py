@@ -15,21 +15,107 @@ from torch import Tensor, fx
 
 from modpass.symbols import Expr, shape_of, value_of
 
-__all__ = ["mixing_reason", "name_of"]
+__all__ = ["is_pointwise", "mixing_reason", "name_of"]
 
 Reason = str | None
 Carries = Callable[[Expr], bool]
 
-_MOVES = {"view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "clone",
-          "contiguous", "to", "_to_copy", "type_as", "detach", "alias", "t", "numpy_T", "mT", "movedim", "moveaxis",
-          "swapaxes", "swapdims", "flatten", "unflatten", "lift_fresh_copy", "dropout", "native_dropout", "view_as",
-          "reshape_as", "expand_as", "float", "half", "repeat", "repeat_interleave", "cat", "stack", "concat", "concatenate",
-          "split", "split_with_sizes", "chunk", "unbind", "getitem", "identity", "broadcast_to", "slice", "narrow", "pad", "constant_pad_nd", "meshgrid"}
+_MOVES = {
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "transpose",
+    "permute",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "clone",
+    "contiguous",
+    "to",
+    "_to_copy",
+    "type_as",
+    "detach",
+    "alias",
+    "t",
+    "numpy_T",
+    "mT",
+    "movedim",
+    "moveaxis",
+    "swapaxes",
+    "swapdims",
+    "flatten",
+    "unflatten",
+    "lift_fresh_copy",
+    "dropout",
+    "native_dropout",
+    "view_as",
+    "reshape_as",
+    "expand_as",
+    "float",
+    "half",
+    "repeat",
+    "repeat_interleave",
+    "cat",
+    "stack",
+    "concat",
+    "concatenate",
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "unbind",
+    "getitem",
+    "identity",
+    "broadcast_to",
+    "slice",
+    "narrow",
+    "pad",
+    "constant_pad_nd",
+    "meshgrid",
+}
 _CUTS = {"slice", "narrow", "split", "split_with_sizes", "unbind", "chunk"}
-_REDUCES = {"mean", "sum", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "prod", "norm",
-            "linalg_vector_norm", "softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "any", "all",
-            "argmax", "argmin", "topk", "sort", "argsort"}
+_REDUCES = {
+    "mean",
+    "sum",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "var",
+    "std",
+    "var_mean",
+    "std_mean",
+    "prod",
+    "norm",
+    "linalg_vector_norm",
+    "softmax",
+    "_softmax",
+    "log_softmax",
+    "_log_softmax",
+    "_safe_softmax",
+    "logsumexp",
+    "any",
+    "all",
+    "argmax",
+    "argmin",
+    "topk",
+    "sort",
+    "argsort",
+}
 _ORDERED = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "roll"}
+# Elementwise in fact, without the tag that says so.
+_POINTWISE = {"masked_fill", "floor_divide", "copy", "where", "clamp", "one_hot", "nan_to_num", "lerp"}
+_INDEXED = {
+    "gather",
+    "scatter",
+    "scatter_add",
+    "index_select",
+    "index_add",
+    "index_copy",
+    "index_fill",
+    "take_along_dim",
+    "slice_scatter",
+    "select_scatter",
+}
 _NORMS = {"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"}
 _PRODUCTS = {"matmul", "bmm", "mm", "baddbmm", "addmm", "addbmm", "linear", "mv", "dot"}
 
@@ -45,7 +131,7 @@ def name_of(node: fx.Node) -> str:
 def mixing_reason(node: fx.Node, carries: Carries) -> Reason:
     """Why ``node`` does not keep tokens apart, or None. ``carries`` tells whether a size counts tokens."""
     name = name_of(node)
-    if _is_pointwise(node) or name == "scaled_dot_product_attention":
+    if is_pointwise(node) or name == "scaled_dot_product_attention":
         return None
     if name in _MOVES:
         return _cuts(node, carries)
@@ -56,6 +142,10 @@ def mixing_reason(node: fx.Node, carries: Carries) -> Reason:
         return _reduces(node, name, dims, carries)
     if name == "select":
         return f"{node.target} picks single tokens" if _carries_at(node, [_argument(node, "dim", 0)], carries) else None
+    if name in _INDEXED:
+        return f"{node.target} moves tokens" if _carries_at(node, [_argument(node, "dim", 0)], carries) else None
+    if name == "index":
+        return _indexes(node, carries)
     if name.startswith(("conv", "_conv")):
         return _convolves(node, carries)
     if name == "embedding" or not any(map(carries, shape_of(_tensor(node)))):
@@ -63,8 +153,10 @@ def mixing_reason(node: fx.Node, carries: Carries) -> Reason:
     return f"{node.target} is not known to keep tokens apart"
 
 
-def _is_pointwise(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether an operator works element by element, broadcasting its inputs."""
+    tagged = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return tagged or name_of(node) in _POINTWISE
 
 
 def _tensor(node: fx.Node) -> Any:
@@ -75,7 +167,9 @@ def _argument(node: fx.Node, name: str, default: Any) -> Any:
     target: Any = node.target
     for i, argument in enumerate(target._schema.arguments):
         if argument.name == name:
-            return node.args[i] if i < len(node.args) else node.kwargs.get(name, default)
+            own = argument.default_value if argument.has_default_value() else None
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(name, own)
+            return default if given is None else given
     return default
 
 
@@ -94,6 +188,14 @@ def _cuts(node: fx.Node, carries: Carries) -> Reason:
     if name_of(node) in ("slice", "narrow") and shape_of(_tensor(node))[dim] == shape_of(value_of(node))[dim]:
         return None
     return f"{node.target} takes the sequence apart"
+
+
+def _indexes(node: fx.Node, carries: Carries) -> Reason:
+    """A table read at ids is an embedding; reading tokens at computed places moves them."""
+    table, indices = node.args[0], node.args[1]
+    shape = shape_of(value_of(table)) if isinstance(table, fx.Node) else ()
+    read = [shape[i] for i, index in enumerate(indices) if index is not None]
+    return f"{node.target} reads tokens at computed places" if any(map(carries, read)) else None
 
 
 def _contracts(node: fx.Node, name: str, carries: Carries) -> Reason:

@@ -94,7 +94,7 @@ class RoutedModel(fx.GraphModule):
 
     def _apply(self, fn: Any, recurse: bool = True) -> RoutedModel:
         """Let the graph's own constants follow a move to another device."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = next((p.device for p in self.parameters()), None)
         for graph_module in self.graphs() if device is not None else ():
             retarget(graph_module, device)  # type: ignore[arg-type]
@@ -109,8 +109,7 @@ class RoutedModel(fx.GraphModule):
         fresh._non_persistent_buffers_set = set(self._non_persistent_buffers_set)
         fresh.training = self.training
         graph = fx.Graph()
-        graph.output(graph.graph_copy(self.graph, val_map := {}))
-        del val_map
+        graph.output(graph.graph_copy(self.graph, {}))
         graph.set_codegen(CallCodeGen(self.info.call, self.info.out_spec))
         fresh.graph = graph
         fresh.meta = dict(self.meta)

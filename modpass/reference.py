@@ -7,9 +7,11 @@ chosen; then the chosen tokens are written back one by one.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -44,8 +46,12 @@ def reference_choice(scores: list[float], capacity: float, keep: list[bool] | No
 
 
 @contextmanager
-def routed_reference(model: nn.Module, settings: dict[str, Setting], keep: Tensor | None = None,
-                     chosen: dict[str, list[list[int]]] | None = None) -> Iterator[nn.Module]:
+def routed_reference(
+    model: nn.Module,
+    settings: dict[str, Setting],
+    keep: Tensor | None = None,
+    chosen: dict[str, list[list[int]]] | None = None,
+) -> Iterator[nn.Module]:
     """Inside, ``model`` computes what its routed form should; ``keep`` ``[B, S]`` marks real tokens.
 
     ``chosen`` receives each block's positions.
@@ -55,11 +61,26 @@ def routed_reference(model: nn.Module, settings: dict[str, Setting], keep: Tenso
     """
     with ExitStack() as stack:
         stack.enter_context(_no_fast_path())
-        for name, setting in settings.items():
-            block = model.get_submodule(name)
-            forward = _routed(block.forward, setting, keep, lambda c, n=name: _note(chosen, n, c))
-            stack.enter_context(mock.patch.object(block, "forward", forward))
+        for path in dict.fromkeys(name.partition("@")[0] for name in settings):
+            block = model.get_submodule(path)
+            calls = {
+                n: _routed(block.forward, s, keep, partial(_note, chosen, n))
+                for n, s in settings.items()
+                if n.partition("@")[0] == path
+            }
+            stack.enter_context(mock.patch.object(block, "forward", _in_turn(path, block.forward, calls)))
         yield model
+
+
+def _in_turn(path: str, dense: Callable[..., Any], calls: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """A module that one forward calls several times: ``path``, then ``path@1`` and so on."""
+    count = itertools.count()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        number = next(count)
+        return calls.get(f"{path}@{number}" if number else path, dense)(*args, **kwargs)
+
+    return forward
 
 
 def _note(chosen: dict[str, list[list[int]]] | None, name: str, positions: list[list[int]]) -> None:
@@ -77,17 +98,24 @@ def _no_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-def _routed(dense: Callable[..., Any], setting: Setting, keep: Tensor | None,
-            note: Callable[[list[list[int]]], None]) -> Callable[..., Any]:
+def _routed(
+    dense: Callable[..., Any], setting: Setting, keep: Tensor | None, note: Callable[[list[list[int]]], None]
+) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        stream = next(a for a in [*args, *kwargs.values()]
-                      if isinstance(a, Tensor) and a.dim() == 3 and a.is_floating_point())
+        stream = next(
+            a for a in [*args, *kwargs.values()] if isinstance(a, Tensor) and a.dim() == 3 and a.is_floating_point()
+        )
         x_BSD = stream if setting.seq_dim == 1 else stream.transpose(0, 1)
         fits = keep if keep is not None and keep.shape == x_BSD.shape[:2] else None
         scores = [[(token.float() * setting.weight).sum() for token in row] for row in x_BSD]
-        chosen = [reference_choice([s.detach().item() for s in row], setting.capacity,
-                                   None if fits is None else [bool(v) for v in fits[b]])
-                  for b, row in enumerate(scores)]
+        chosen = [
+            reference_choice(
+                [s.detach().item() for s in row],
+                setting.capacity,
+                None if fits is None else [bool(v) for v in fits[b]],
+            )
+            for b, row in enumerate(scores)
+        ]
         note(chosen)
         with hidden_keys(chosen, x_BSD.shape[1]):
             output = dense(*args, **kwargs)
@@ -95,17 +123,22 @@ def _routed(dense: Callable[..., Any], setting: Setting, keep: Tensor | None,
         y_BSD = y if setting.seq_dim == 1 else y.transpose(0, 1)
         rows = []
         for b, row in enumerate(x_BSD):
-            tokens = [row[i] + _gate(setting.gate, scores[b][i]) * (y_BSD[b, i] - row[i]) if i in chosen[b] else row[i]
-                      for i in range(len(row))]
+            tokens = [
+                row[i] + _gate(setting.gate, scores[b][i]) * (y_BSD[b, i] - row[i]) if i in chosen[b] else row[i]
+                for i in range(len(row))
+            ]
             rows.append(torch.stack(tokens))
         routed = torch.stack(rows)
         routed = routed if setting.seq_dim == 1 else routed.transpose(0, 1)
         return (routed, *output[1:]) if isinstance(output, tuple) else routed
+
     return forward
 
 
 def _gate(gate: str, score: Tensor) -> Tensor | float:
-    return {"unit": 1.0, "linear": score, "sigmoid": 1 / (1 + torch.exp(-score))}[gate]
+    if gate == "unit":
+        return 1.0
+    return score if gate == "linear" else 1 / (1 + torch.exp(-score))
 
 
 @contextmanager
@@ -119,14 +152,21 @@ def hidden_keys(chosen: list[list[int]], sequence: int) -> Iterator[None]:
     for b, positions in enumerate(chosen):
         seen[b] = torch.eye(sequence, dtype=torch.bool)
         seen[b][:, positions] = True
-    attention, softmax = F.scaled_dot_product_attention, torch.softmax
+    attention, softmax, logsumexp = F.scaled_dot_product_attention, torch.softmax, torch.logsumexp
 
     def visible(shape: torch.Size) -> Tensor:
         rows = seen if len(shape) == 3 else seen.view(len(chosen), *[1] * (len(shape) - 3), sequence, sequence)
         return rows.repeat_interleave(shape[0] // len(chosen), 0) if shape[0] != len(chosen) else rows
 
-    def masked_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-                         dropout_p: float = 0.0, is_causal: bool = False, **options: Any) -> Tensor:
+    def masked_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
         shape = torch.Size([*query.shape[:-1], key.shape[-2]])
         if shape[-2:] != (sequence, sequence):
             return attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
@@ -142,9 +182,19 @@ def hidden_keys(chosen: list[list[int]], sequence: int) -> Iterator[None]:
         if input.shape[-2:] == (sequence, sequence) and input.dim() >= 3 and dim in (-1, input.dim() - 1):
             input = input.masked_fill(~visible(input.shape), -math.inf)
         kwargs.pop("_stacklevel", None)
-        return softmax(input, dim, *args, **kwargs)  # type: ignore[call-overload, no-any-return]
+        result: Tensor = softmax(input, dim, *args, **kwargs)  # type: ignore[arg-type]
+        return result
 
-    with (mock.patch.object(F, "scaled_dot_product_attention", masked_attention),
-          mock.patch.object(F, "softmax", masked_softmax), mock.patch.object(torch, "softmax", masked_softmax),
-          mock.patch.object(Tensor, "softmax", masked_softmax)):
+    def masked_logsumexp(input: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+        if input.shape[-2:] == (sequence, sequence) and input.dim() >= 3 and dim in (-1, input.dim() - 1):
+            input = input.masked_fill(~visible(input.shape), -math.inf)
+        return logsumexp(input, dim, keepdim)
+
+    with (
+        mock.patch.object(torch, "logsumexp", masked_logsumexp),
+        mock.patch.object(F, "scaled_dot_product_attention", masked_attention),
+        mock.patch.object(F, "softmax", masked_softmax),
+        mock.patch.object(torch, "softmax", masked_softmax),
+        mock.patch.object(Tensor, "softmax", masked_softmax),
+    ):
         yield

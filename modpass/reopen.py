@@ -45,8 +45,10 @@ class Reopener:
             Refusal: there is no module to trace, or its sequence stays fixed.
         """
         if self.traced.module is None:
-            raise Refusal(f"the trace fixed its sequence to {fixed.sizes.sequence}; give the nn.Module, or export "
-                          "with a dynamic sequence")
+            raise Refusal(
+                f"the trace fixed its sequence to {fixed.sizes.sequence}; give the nn.Module, or export "
+                "with a dynamic sequence"
+            )
         block = self.traced.module.get_submodule(name.partition("@")[0])
         args, kwargs = self._calls[name]
         try:
@@ -79,13 +81,16 @@ class Reopener:
     @cached_property
     def _calls(self) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments of every module call in one run, under the names that torch.export gives repeated calls."""
-        module, calls, counts = self.traced.module, {}, {}
+        module = self.traced.module
+        calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        counts: dict[str, int] = {}
         assert module is not None
 
         def hook(name: str) -> Any:
             def record(_: nn.Module, args: Any, kwargs: Any) -> None:
                 count = counts[name] = counts.get(name, -1) + 1
                 calls[f"{name}@{count}" if count else name] = (args, kwargs)
+
             return record
 
         handles = [m.register_forward_pre_hook(hook(n), with_kwargs=True) for n, m in module.named_modules() if n]
@@ -118,5 +123,9 @@ class _Recorder(fx.Interpreter):
 
 
 def _same(a: Any, b: Any) -> bool:
-    return (isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
-            and torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-5, equal_nan=True))
+    return (
+        isinstance(b, Tensor)
+        and a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-5, equal_nan=True)
+    )

@@ -32,8 +32,9 @@ def build_dense(saved: SavedState, model: Any, folder: Path) -> nn.Module:
         raise StateError(f"model is a {type(model).__name__}; it must be the dense torch.nn.Module")
     if saved.source.get("kind") != "huggingface":
         name = saved.source.get("class") or "exported program"
-        raise StateError(f"the dense model of '{folder}' is a {name}, which modpass cannot build; "
-                         "build it and give it as model=")
+        raise StateError(
+            f"the dense model of '{folder}' is a {name}, which modpass cannot build; build it and give it as model="
+        )
     return _from_transformers(saved, folder)
 
 
@@ -47,8 +48,7 @@ def _from_transformers(saved: SavedState, folder: Path) -> nn.Module:
         with no_init_weights():
             model: nn.Module = kind(config)
     except Exception as e:
-        raise StateError(f"{kind.__name__} cannot be built from the configuration in '{folder / FILE}': {e}"
-                         ) from e
+        raise StateError(f"{kind.__name__} cannot be built from the configuration in '{folder / FILE}': {e}") from e
     return model.eval()
 
 
@@ -58,8 +58,10 @@ def _model_class(name: Any, folder: Path) -> Any:
     kind = getattr(transformers, name, None) if isinstance(name, str) else None
     if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
         return kind
-    raise StateError(f"'{folder}' was made from '{name}', which is no model class of transformers "
-                     f"{transformers.__version__}; build the dense model and give it as model=")
+    raise StateError(
+        f"'{folder}' was made from '{name}', which is no model class of transformers "
+        f"{transformers.__version__}; build the dense model and give it as model="
+    )
 
 
 def fill(dense: nn.Module, tensors: Mapping[str, Tensor], saved: SavedState, folder: Path) -> None:
@@ -87,18 +89,25 @@ def fill(dense: nn.Module, tensors: Mapping[str, Tensor], saved: SavedState, fol
         _place(dense, name, made[key])
 
 
-def _check(kind: str, own: Mapping[str, Tensor], places: Mapping[str, Tensor], found: Mapping[str, Tensor],
-           folder: Path) -> None:
+def _check(
+    kind: str,
+    own: Mapping[str, Tensor],
+    places: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
+    folder: Path,
+) -> None:
     if missing := [n for n in own if n not in found]:
-        raise StateError(f"'{folder}' holds no weight '{missing[0]}', which {kind} has{_more(missing)}; "
-                         f"{AGAIN}")
+        raise StateError(f"'{folder}' holds no weight '{missing[0]}', which {kind} has{_more(missing)}; {AGAIN}")
     if unknown := [n for n in found if n not in places]:
-        raise StateError(f"'{folder}' holds the weight '{unknown[0]}', which {kind} does not have"
-                         f"{_more(unknown)}; {AGAIN}")
+        raise StateError(
+            f"'{folder}' holds the weight '{unknown[0]}', which {kind} does not have{_more(unknown)}; {AGAIN}"
+        )
     for name, tensor in found.items():
         if places[name].shape != tensor.shape:
-            raise StateError(f"'{name}' has the shape {list(tensor.shape)} in '{folder}' and "
-                             f"{list(places[name].shape)} in {kind}; {AGAIN}")
+            raise StateError(
+                f"'{name}' has the shape {list(tensor.shape)} in '{folder}' and "
+                f"{list(places[name].shape)} in {kind}; {AGAIN}"
+            )
 
 
 def _more(names: list[str]) -> str:

@@ -19,13 +19,36 @@ from modpass.symbols import emit, expr_of, value_of
 if TYPE_CHECKING:
     from modpass.reopen import Reopened
 
-__all__ = ["Body", "Side", "drop_inputs", "normalise", "outline", "replace_call", "retarget", "splice", "switch_dropout"]
+__all__ = [
+    "Body",
+    "Side",
+    "drop_inputs",
+    "normalise",
+    "outline",
+    "replace_call",
+    "retarget",
+    "splice",
+    "switch_dropout",
+]
 
 aten = torch.ops.aten
-_CHECKS = {"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size",
-           "_assert_async"}
-_LIKE = {"zeros_like": 0, "ones_like": 1, "full_like": None, "new_zeros": 0, "new_ones": 1, "new_full": None,
-         "empty_like": 0, "new_empty": 0}
+_CHECKS = {
+    "_assert_tensor_metadata",
+    "_assert_scalar",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+    "_assert_async",
+}
+_LIKE = {
+    "zeros_like": 0,
+    "ones_like": 1,
+    "full_like": None,
+    "new_zeros": 0,
+    "new_ones": 1,
+    "new_full": None,
+    "empty_like": 0,
+    "new_empty": 0,
+}
 
 
 # Normalise
@@ -73,22 +96,30 @@ def _make_full(graph: fx.Graph, node: fx.Node, known: dict[sympy.Expr, fx.Node])
     if not all(expr_of(s).free_symbols <= known.keys() for s in value.shape):
         return
     with graph.inserting_before(node):
-        sizes = [emit(graph, expr_of(s), known) for s in value.shape]
+        sizes = [_size(graph, s, known) for s in value.shape]
         full = graph.call_function(aten.full.default, (sizes, fill), {"dtype": value.dtype, "device": value.device})
     full.meta = dict(node.meta)
     node.replace_all_uses_with(full)
     graph.erase_node(node)
 
 
+def _size(graph: fx.Graph, size: Any, known: dict[sympy.Expr, fx.Node]) -> fx.Node | int:
+    found = emit(graph, expr_of(size), known)
+    if isinstance(found, fx.Node):
+        found.meta.setdefault("val", size)
+    return found
+
+
 def _replace_size(graph: fx.Graph, node: fx.Node, known: dict[sympy.Expr, fx.Node]) -> None:
-    expr = expr_of(value_of(node))
-    if expr.free_symbols <= known.keys():
-        with graph.inserting_before(node):
-            size = emit(graph, expr, known)
-        if isinstance(size, fx.Node):
-            size.meta.setdefault("val", value_of(node))
-        node.replace_all_uses_with(size) if isinstance(size, fx.Node) else _inline(node, size)
-        graph.erase_node(node)
+    if not expr_of(value_of(node)).free_symbols <= known.keys():
+        return
+    with graph.inserting_before(node):
+        size = _size(graph, value_of(node), known)
+    if isinstance(size, fx.Node):
+        node.replace_all_uses_with(size)
+    else:
+        _inline(node, size)
+    graph.erase_node(node)
 
 
 def _inline(node: fx.Node, constant: int) -> None:
@@ -113,8 +144,9 @@ def _drop_dead(graph: fx.Graph) -> None:
 # Reopened blocks
 
 
-def splice(graph_module: fx.GraphModule, name: str, old: fx.Node, reopened: Reopened,
-           moved: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+def splice(
+    graph_module: fx.GraphModule, name: str, old: fx.Node, reopened: Reopened, moved: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, fx.Node]:
     """Put a block's reopened graph in the place of the one with a fixed sequence; returns old -> new nodes."""
     graph, env = graph_module.graph, {k: moved.get(v, v) for k, v in reopened.outer.items()}
     prefix = name.partition("@")[0]
@@ -202,8 +234,10 @@ class _Outliner:
         self._declare(inner)
         x = self.env[self.analysis.stream]
         batch_dim, seq_dim = 1 - self.analysis.seq_dim, self.analysis.seq_dim
-        self.sizes = {self.analysis.sizes.batch: self.graph.call_function(aten.sym_size.int, (x, batch_dim)),
-                      SEQUENCE: self.graph.call_function(aten.sym_size.int, (x, seq_dim))}
+        self.sizes = {
+            self.analysis.sizes.batch: self.graph.call_function(aten.sym_size.int, (x, batch_dim)),
+            SEQUENCE: self.graph.call_function(aten.sym_size.int, (x, seq_dim)),
+        }
         for node in self.analysis.tokens:
             self._copy(node)
         self.graph.output(self.env[self.analysis.output])
@@ -214,8 +248,12 @@ class _Outliner:
 
     def _declare(self, inner: set[fx.Node]) -> None:
         """Placeholders: the side inputs first, then the block's own parameters."""
-        pairs = [(n, a) for n in self.analysis.tokens for a in n.all_input_nodes
-                 if a not in inner and a is not self.analysis.stream]
+        pairs = [
+            (n, a)
+            for n in self.analysis.tokens
+            for a in n.all_input_nodes
+            if a not in inner and a is not self.analysis.stream
+        ]
         for node, side in pairs:
             key = side, self.analysis.gathers.get((node, side))
             if key in self.sides or self._is_owned(side) or self._is_size(node, side):
@@ -293,7 +331,7 @@ def _attention_module(node: fx.Node) -> tuple[nn.Module, tuple[Any, ...], dict[s
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     rate = given.pop("dropout_p", 0.0)
     tensors = tuple(given.pop(n) for n in ("query", "key", "value"))
-    return (AttentionDropout(float(rate)), tensors, given) if rate else None  # type: ignore[arg-type]
+    return (AttentionDropout(float(rate)), tensors, given) if rate else None
 
 
 def retarget(graph_module: fx.GraphModule, device: torch.device) -> None:

@@ -76,7 +76,7 @@ class Router(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
         """Follow device moves, but stay float32 when the model is cast."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.weight.is_floating_point() and self.weight.dtype != torch.float32:
             self.weight.data = self.weight.data.float()
         return self
@@ -89,9 +89,20 @@ class RoutedBlock(nn.Module):
     where the dense model has them, so their names are the same.
     """
 
-    def __init__(self, name: str, body: fx.GraphModule, width: int, *, capacity: float, gate: str, selection: str,
-                 gathers: Sequence[Gather | None], owned: Sequence[str], seq_dim: int,
-                 device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        body: fx.GraphModule,
+        width: int,
+        *,
+        capacity: float,
+        gate: str,
+        selection: str,
+        gathers: Sequence[Gather | None],
+        owned: Sequence[str],
+        seq_dim: int,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
         self.name, self.width, self.seq_dim = name, width, seq_dim
         self.capacity = check_capacity(capacity, f"block '{name}'")
@@ -104,12 +115,16 @@ class RoutedBlock(nn.Module):
 
     def adopt(self, holder: nn.Module) -> None:
         """Take over the dense block's parameters, buffers and submodules under their own names."""
-        for mine, theirs in ((self._parameters, holder._parameters), (self._buffers, holder._buffers),
-                             (self._modules, holder._modules)):
+        pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (self._parameters, holder._parameters),
+            (self._buffers, holder._buffers),
+            (self._modules, holder._modules),
+        ]
+        for mine, theirs in pairs:
             for name, value in theirs.items():
                 if name in self._modules:
                     raise InputError(f"block '{self.name}' has a member called '{name}', a name that routing needs")
-                mine[name] = value  # type: ignore[index]
+                mine[name] = value
         self._non_persistent_buffers_set |= holder._non_persistent_buffers_set
 
     def slots(self, sequence: int) -> int:

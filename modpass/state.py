@@ -47,9 +47,15 @@ def save_pretrained(model: RoutedModel, directory: str | os.PathLike[str]) -> No
     state = model.state_dict()
     buffers = {n: b for n, b in model.named_buffers(remove_duplicate=False) if n not in state}
     tensors, tied = _once({**state, **buffers})
-    saved = SavedState(settings=_settings(model), source=model.info.source, attention=_attention(model),
-                       inputs={s.name: dtype_name(s.dtype) for s in model.inputs},
-                       examples=describe_examples(model), tied=tied, buffers=tuple(buffers))
+    saved = SavedState(
+        settings=_settings(model),
+        source=model.info.source,
+        attention=_attention(model),
+        inputs={s.name: dtype_name(s.dtype) for s in model.inputs},
+        examples=describe_examples(model),
+        tied=tied,
+        buffers=tuple(buffers),
+    )
     try:
         with whole_directory(target) as folder:
             saved.save(folder)
@@ -60,8 +66,7 @@ def save_pretrained(model: RoutedModel, directory: str | os.PathLike[str]) -> No
         raise StateError(f"'{target}' cannot be written: {e}") from e
 
 
-def load(directory: str | os.PathLike[str], model: nn.Module | None = None,
-         example_inputs: Any = None) -> RoutedModel:
+def load(directory: str | os.PathLike[str], model: nn.Module | None = None, example_inputs: Any = None) -> RoutedModel:
     """Load what ``save_pretrained`` wrote, in eval mode, with the very same weights, dtypes and ties.
 
     Args:
@@ -102,8 +107,10 @@ def _check_target(target: Path) -> None:
         raise StateError(f"'{target}' is a file; give a folder to save the model in")
     names = [p.name for p in target.iterdir()] if target.is_dir() else []
     if others := sorted(n for n in names if n not in (FILE, WEIGHTS)):
-        raise StateError(f"'{target}' holds '{others[0]}', which saving would remove; give a new or empty "
-                         f"folder, or one with nothing but {WEIGHTS} and {FILE}")
+        raise StateError(
+            f"'{target}' holds '{others[0]}', which saving would remove; give a new or empty "
+            f"folder, or one with nothing but {WEIGHTS} and {FILE}"
+        )
 
 
 def _settings(model: RoutedModel) -> dict[str, Any]:
@@ -113,15 +120,18 @@ def _settings(model: RoutedModel) -> dict[str, Any]:
         for option in ("gate", "selection"):
             found, wanted = getattr(block, option), model.settings[option]
             if found != wanted:
-                raise StateError(f"block '{name}' has the {option} '{found}', the model was transformed with "
-                                 f"'{wanted}'; only one {option} for all blocks can be saved")
+                raise StateError(
+                    f"block '{name}' has the {option} '{found}', the model was transformed with "
+                    f"'{wanted}'; only one {option} for all blocks can be saved"
+                )
     return {**model.settings, "capacity": {n: b.capacity for n, b in blocks.items()}} if blocks else {}
 
 
 def _attention(model: RoutedModel) -> str | None:
     """transformers leaves this choice out of a configuration, and the two kinds differ in the last bits."""
     fused = any(isinstance(m, AttentionDropout) for m in model.modules()) or any(
-        name_of(n) == "scaled_dot_product_attention" for g in model.graphs() for n in g.graph.nodes)
+        name_of(n) == "scaled_dot_product_attention" for g in model.graphs() for n in g.graph.nodes
+    )
     return None if fused else "eager"
 
 
@@ -166,8 +176,10 @@ def _examples(dense: nn.Module, saved: SavedState, given: Any, folder: Path) -> 
     if given is not None:
         return given
     if saved.examples is None:
-        raise StateError(f"'{folder}' does not say what the model takes (more than tensors and plain "
-                         "constants); give example_inputs=")
+        raise StateError(
+            f"'{folder}' does not say what the model takes (more than tensors and plain "
+            "constants); give example_inputs="
+        )
     device = next((p.device for p in dense.parameters()), torch.device("cpu"))
     return draw_examples(saved.examples, device)
 
@@ -184,8 +196,10 @@ def _traced(dense: nn.Module, saved: SavedState, examples: Any, folder: Path) ->
         raise StateError(f"'{folder}' does not fit {kind}: {e}") from e
     found = {s.name: dtype_name(s.dtype) for s in routed.inputs}
     if found != dict(saved.inputs):
-        raise StateError(f"'{folder}' was traced with the inputs {_list(saved.inputs)}, and {kind} is now "
-                         f"traced with {_list(found)}; give example_inputs= as they were")
+        raise StateError(
+            f"'{folder}' was traced with the inputs {_list(saved.inputs)}, and {kind} is now "
+            f"traced with {_list(found)}; give example_inputs= as they were"
+        )
     return routed
 
 
@@ -197,6 +211,8 @@ def _fill_router(weight: nn.Parameter, key: str, tensors: Mapping[str, Tensor], 
     if key not in tensors:
         raise StateError(f"'{folder}' holds no weight '{key}', the router of a block; save the model again")
     if tensors[key].shape != weight.shape:
-        raise StateError(f"'{key}' has the shape {list(tensors[key].shape)} in '{folder}' and "
-                         f"{list(weight.shape)} in the model; {AGAIN}")
+        raise StateError(
+            f"'{key}' has the shape {list(tensors[key].shape)} in '{folder}' and "
+            f"{list(weight.shape)} in the model; {AGAIN}"
+        )
     weight.data = tensors[key].to(weight.device, weight.dtype)

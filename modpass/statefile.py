@@ -75,14 +75,22 @@ class SavedState:
             raise StateError(f"'{path}' cannot be read: {e}") from e
         found = raw.get("schema") if isinstance(raw, dict) else type(raw).__name__
         if found != SCHEMA:
-            raise StateError(f"'{path}' has schema {found!r}, this modpass ({__version__}) reads schema "
-                             f"{SCHEMA}; save the model again")
+            raise StateError(
+                f"'{path}' has schema {found!r}, this modpass ({__version__}) reads schema "
+                f"{SCHEMA}; save the model again"
+            )
         return _checked({k: v for k, v in raw.items() if k != "schema"}, path)
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "settings": (dict,), "source": (dict,), "attention": (str, type(None)), "inputs": (dict,),
-    "examples": (dict, type(None)), "tied": (dict,), "buffers": (list,), "versions": (dict,),
+    "settings": (dict,),
+    "source": (dict,),
+    "attention": (str, type(None)),
+    "inputs": (dict,),
+    "examples": (dict, type(None)),
+    "tied": (dict,),
+    "buffers": (list,),
+    "versions": (dict,),
 }
 _JSON = {dict: "an object", list: "a list", str: "a text", type(None): "null"}
 
@@ -110,8 +118,10 @@ def _check_settings(settings: dict[str, Any], path: Path) -> None:
             raise StateError(f"'{path}' has no setting '{name}'; save the model again")
         _expect(settings[name], (dict,) if name == "capacity" else (str,), f"settings.{name}", path)
     if unknown := [n for n in settings if n not in SETTINGS]:
-        raise StateError(f"'{path}' has the setting '{unknown[0]}', which this modpass ({__version__}) does "
-                         f"not know; it knows: {', '.join(SETTINGS)}")
+        raise StateError(
+            f"'{path}' has the setting '{unknown[0]}', which this modpass ({__version__}) does "
+            f"not know; it knows: {', '.join(SETTINGS)}"
+        )
 
 
 def _expect(value: Any, allowed: tuple[type, ...], name: str, path: Path) -> None:
@@ -159,8 +169,12 @@ def describe_examples(model: RoutedModel) -> dict[str, Any] | None:
 
 def _describe(example: Tensor) -> dict[str, Any]:
     exact = not example.is_floating_point() and example.numel() > 0
-    return {"shape": list(example.shape), "dtype": dtype_name(example.dtype),
-            "low": int(example.min()) if exact else None, "high": int(example.max()) if exact else None}
+    return {
+        "shape": list(example.shape),
+        "dtype": dtype_name(example.dtype),
+        "low": int(example.min()) if exact else None,
+        "high": int(example.max()) if exact else None,
+    }
 
 
 def draw_examples(described: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -178,8 +192,10 @@ def draw_examples(described: Mapping[str, Any], device: torch.device) -> dict[st
         try:
             drawn[name] = entry["constant"] if "constant" in entry else _draw(entry, generator).to(device)
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as e:
-            raise StateError(f"{FILE}: the example of input '{name}' is {json.dumps(entry)[:100]}; it needs "
-                             "shape, dtype, low and high, or a constant; save the model again") from e
+            raise StateError(
+                f"{FILE}: the example of input '{name}' is {json.dumps(entry)[:100]}; it needs "
+                "shape, dtype, low and high, or a constant; save the model again"
+            ) from e
     return drawn
 
 

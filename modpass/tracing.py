@@ -46,8 +46,10 @@ def capture(model: nn.Module | ExportedProgram, example_inputs: Any = None) -> T
     if isinstance(model, ExportedProgram):
         return _from_program(model)
     if not isinstance(model, nn.Module):
-        raise InputError(f"a {type(model).__name__} cannot be transformed; give an nn.Module, an ExportedProgram "
-                         "or an fx.GraphModule")
+        raise InputError(
+            f"a {type(model).__name__} cannot be transformed; give an nn.Module, an ExportedProgram "
+            "or an fx.GraphModule"
+        )
     named = widen(as_named(model, example_inputs))
     program = export_program(model, (), named)
     call = _call(model, named)
@@ -69,8 +71,9 @@ def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """
     before = {m: m.training for m in model.modules()}
     try:
-        evaluated = _export(model.eval(), args, kwargs)
-        return _with_dropout(model, args, kwargs, evaluated) if _drops(model) else evaluated
+        with _experts_per_token(model):
+            evaluated = _export(model.eval(), args, kwargs)
+            return _with_dropout(model, args, kwargs, evaluated) if _drops(model) else evaluated
     finally:
         for module, flag in before.items():
             module.training = flag
@@ -78,6 +81,7 @@ def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     """``torch.export`` with every dim of every tensor input free, without in-place ops."""
+
     def free(value: Any) -> Any:
         return dict.fromkeys(range(value.dim()), Dim.AUTO) if isinstance(value, Tensor) else None
 
@@ -111,10 +115,29 @@ def _plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
+@contextmanager
+def _experts_per_token(model: nn.Module) -> Iterator[None]:
+    """Let Hugging Face mixtures of experts multiply token by token while tracing.
+
+    Their default sorts the token-expert pairs of the whole batch and calls an operator that no exporter knows.
+    """
+    choose, current = getattr(model, "set_experts_implementation", None), getattr(model, "config", None)
+    before = getattr(current, "_experts_implementation", None)
+    if choose is None or before is None:
+        yield
+        return
+    choose("batched_mm")
+    try:
+        yield
+    finally:
+        choose(before)
+
+
 def _call(model: nn.Module, named: dict[str, Any]) -> Call:
     structure = {name: pytree.tree_structure(value) for name, value in named.items()}
-    constants = {name: v for name, v in named.items()
-                 if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(v))}
+    constants = {
+        name: v for name, v in named.items() if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(v))
+    }
     parameters = inspect.signature(model.forward).parameters
     defaults = {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty}
     return Call(parameter_names(model.forward), structure, constants, _optional(named, defaults), defaults)
@@ -126,8 +149,10 @@ def _optional(named: dict[str, Any], defaults: dict[str, Any]) -> dict[str, tupl
     for name, value in named.items():
         if not isinstance(value, Tensor) or value.dim() != 2 or defaults.get(name, 0) is not None:
             continue
-        main = next((n for n, v in named.items() if n != name and isinstance(v, Tensor)
-                     and v.shape[:2] == value.shape), None)
+        main = next(
+            (n for n, v in named.items() if n != name and isinstance(v, Tensor) and v.shape[:2] == value.shape),
+            None,
+        )
         if main is not None and "mask" in name and bool((value == 1).all()):
             found[name] = (main, value.dtype)
     return found
@@ -140,8 +165,9 @@ def _drops(model: nn.Module) -> bool:
     return any(isinstance(v, float) and v > 0 for v in rates)
 
 
-def _with_dropout(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-                  evaluated: ExportedProgram) -> ExportedProgram:
+def _with_dropout(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], evaluated: ExportedProgram
+) -> ExportedProgram:
     """The same graph traced in training mode, which alone names every dropout rate; or ``evaluated`` where
     training takes another path through the code.
     """
@@ -154,8 +180,11 @@ def _with_dropout(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _operators(program: ExportedProgram) -> list[str]:
     silent = ("dropout", "contiguous", "clone", "_assert", "alias", "detach")
-    return [str(n.target) for n in program.graph.nodes
-            if n.op == "call_function" and not any(s in str(n.target) for s in silent)]
+    return [
+        str(n.target)
+        for n in program.graph.nodes
+        if n.op == "call_function" and not any(s in str(n.target) for s in silent)
+    ]
 
 
 def _from_program(program: ExportedProgram) -> Traced:
@@ -173,7 +202,10 @@ def _from_program(program: ExportedProgram) -> Traced:
     if program.example_inputs is not None:
         args, kwargs = program.example_inputs
         examples = dict(zip(names, [*args, *kwargs.values()], strict=True))
-    constants = {n: v for n, v in examples.items()
-                 if v is not None and not any(isinstance(x, Tensor) for x in pytree.tree_leaves(v))}
+    constants = {
+        n: v
+        for n, v in examples.items()
+        if v is not None and not any(isinstance(x, Tensor) for x in pytree.tree_leaves(v))
+    }
     optional = _optional({n: v for n, v in examples.items() if v is not None}, dict.fromkeys(names))
     return Traced(module, Call(names, structure, constants, optional), spec.out_spec, examples, None)

@@ -81,7 +81,12 @@ def mod_transform(
     info = _info(traced, found, settings)
     mask = _PaddingMask(traced, padding_mask)
     keeper = _parameters(traced)
-    _route(traced.graph_module, picked, lambda plan: _routed_block(plan, capacities[plan.name], gate, selection), mask)
+    _route(
+        traced.graph_module,
+        picked,
+        lambda plan: _routed_block(plan, capacities[plan.name], gate, selection),
+        mask,
+    )
     result = _finish(traced, info, keeper)
     return result.seed(generator)
 
@@ -105,8 +110,11 @@ def trace(model: nn.Module | ExportedProgram, example_inputs: Any = None) -> Rou
 
 def _pick(found: Blocks, every: int, chosen: Chosen | None) -> list[Block]:
     if not found.found:
-        raise BlockError(f"no block can be routed:\n{found}" if found.skipped else
-                         "no block was found: no module repeats and sums its input with its output")
+        raise BlockError(
+            f"no block can be routed:\n{found}"
+            if found.skipped
+            else "no block was found: no module repeats and sums its input with its output"
+        )
     if chosen is None:
         stacks: dict[str, list[Block]] = defaultdict(list)
         for block in found:
@@ -138,8 +146,11 @@ def _capacities(capacity: float | Mapping[str, float], picked: list[Block], foun
     unknown = [n for n in capacity if n not in found.names()]
     missing = [b.name for b in picked if b.name not in capacity]
     if unknown or missing:
-        raise BlockError(f"capacity names no such block: {', '.join(unknown)}" if unknown else
-                         f"capacity has no entry for the routed block {', '.join(missing)}")
+        raise BlockError(
+            f"capacity names no such block: {', '.join(unknown)}"
+            if unknown
+            else f"capacity has no entry for the routed block {', '.join(missing)}"
+        )
     return {b.name: check_capacity(capacity[b.name], f"block '{b.name}'") for b in picked}
 
 
@@ -155,13 +166,16 @@ class _PaddingMask:
         named = [n for n in self.graph.nodes if n.op == "placeholder" and isinstance(value_of(n), Tensor)]
         self.nodes = [n for n in named if str(n.target) == plain or str(n.target).endswith(f"_{plain}")]
         if plain != "attention_mask" and not self.nodes:
-            raise InputError(f"padding_mask '{plain}' is no traced input; there are: "
-                             f"{', '.join(str(n.target) for n in named)}")
+            raise InputError(
+                f"padding_mask '{plain}' is no traced input; there are: {', '.join(str(n.target) for n in named)}"
+            )
 
     def of(self, analysis: Analysis) -> fx.Node | None:
         shape = (analysis.sizes.batch, analysis.sizes.sequence)
-        node = next((n for n in self.nodes if shape_of(value_of(n))[1:] == shape[1:] and len(shape_of(value_of(n))) == 2),
-                    None)
+        node = next(
+            (n for n in self.nodes if shape_of(value_of(n))[1:] == shape[1:] and len(shape_of(value_of(n))) == 2),
+            None,
+        )
         if node is None or not self.inverted:
             return node
         with self.graph.inserting_before(next(u for u in self.graph.nodes if u.op not in ("placeholder", "get_attr"))):
@@ -177,16 +191,20 @@ class _Plan:
     body: Body
 
 
-def _route(graph_module: fx.GraphModule, blocks: list[Block], make: Callable[[_Plan], RoutedBlock],
-           mask: _PaddingMask) -> None:
+def _route(
+    graph_module: fx.GraphModule,
+    blocks: list[Block],
+    make: Callable[[_Plan], RoutedBlock],
+    mask: _PaddingMask,
+) -> None:
     moved: dict[fx.Node, fx.Node] = {}
     plans = [_plan(graph_module, block, moved) for block in blocks]
     for plan in plans:
         analysis = plan.analysis
         outer = [analysis.stream, mask.of(analysis), *(s.node for s in plan.body.sides)]
         arguments = tuple(None if n is None else moved.get(n, n) for n in outer)
-        moved[analysis.output] = replace_call(graph_module.graph, plan.name, analysis.output, arguments)
         _install(graph_module, plan.name, make(plan))
+        moved[analysis.output] = replace_call(graph_module.graph, plan.name, analysis.output, arguments)
 
 
 def _plan(graph_module: fx.GraphModule, block: Block, moved: dict[fx.Node, fx.Node]) -> _Plan:
@@ -203,17 +221,34 @@ def _plan(graph_module: fx.GraphModule, block: Block, moved: dict[fx.Node, fx.No
 def _translate(analysis: Analysis, env: Mapping[fx.Node, fx.Node]) -> Analysis:
     """The analysis of a reopened block, said of its copy in the whole model's graph."""
     gathers = {(env[n], env[s]): g for (n, s), g in analysis.gathers.items()}
-    return Analysis(env[analysis.stream], env[analysis.output], analysis.sizes, analysis.seq_dim, analysis.width,
-                    [env[n] for n in analysis.tokens], [env[n] for n in analysis.hoisted], gathers)
+    return Analysis(
+        env[analysis.stream],
+        env[analysis.output],
+        analysis.sizes,
+        analysis.seq_dim,
+        analysis.width,
+        [env[n] for n in analysis.tokens],
+        [env[n] for n in analysis.hoisted],
+        gathers,
+    )
 
 
 def _routed_block(plan: _Plan, capacity: float, gate: str, selection: str) -> RoutedBlock:
     analysis, body = plan.analysis, plan.body
     switch_dropout(body.graph_module)
     body.graph_module.recompile()
-    return RoutedBlock(plan.name, body.graph_module, analysis.width, capacity=capacity, gate=gate,
-                       selection=selection, gathers=[s.gather for s in body.sides], owned=body.owned,
-                       seq_dim=analysis.seq_dim, device=value_of(analysis.stream).device)
+    return RoutedBlock(
+        plan.name,
+        body.graph_module,
+        analysis.width,
+        capacity=capacity,
+        gate=gate,
+        selection=selection,
+        gathers=[s.gather for s in body.sides],
+        owned=body.owned,
+        seq_dim=analysis.seq_dim,
+        device=value_of(analysis.stream).device,
+    )
 
 
 def _install(graph_module: fx.GraphModule, name: str, routed: RoutedBlock) -> None:
@@ -248,7 +283,7 @@ def _finish(traced: Traced, info: Info, keep: Mapping[str, Tensor]) -> RoutedMod
         holder._non_persistent_buffers_set |= {n for n in holder._buffers if prefix + n not in keep}
     for name, value in keep.items():
         _keep(result, name, value)
-    return result.train(traced.module.training if traced.module is not None else False)  # type: ignore[return-value]
+    return result.train(traced.module.training if traced.module is not None else False)
 
 
 def _keep(module: nn.Module, path: str, value: Tensor) -> None:
@@ -274,8 +309,10 @@ def _info(traced: Traced, found: Blocks, settings: dict[str, Any]) -> Info:
         value = value_of(node)
         _same_batch(value, names)
         if isinstance(value, Tensor):
-            dims = tuple(int(e) if e.is_Integer else names.setdefault(e, f"{node.target}.{i}")
-                         for i, e in enumerate(shape_of(value)))
+            dims = tuple(
+                int(e) if e.is_Integer else names.setdefault(e, f"{node.target}.{i}")
+                for i, e in enumerate(shape_of(value))
+            )
             inputs.append(InputSpec(str(node.target), dims, value.dtype, example))
     return Info(traced.call, traced.out_spec, tuple(inputs), _output_names(traced.out_spec), settings, _source(traced))
 
@@ -302,8 +339,12 @@ def _same_batch(value: Any, names: dict[Any, str]) -> None:
 def _output_names(spec: pytree.TreeSpec) -> tuple[str, ...]:
     leaves = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     if isinstance(leaves, Mapping):
-        found = [f"{k}.{i}" if len(part) > 1 else str(k) for k, v in leaves.items()
-                 for part in [pytree.tree_leaves(v)] for i in range(len(part))]
+        found = [
+            f"{k}.{i}" if len(part) > 1 else str(k)
+            for k, v in leaves.items()
+            for part in [pytree.tree_leaves(v)]
+            for i in range(len(part))
+        ]
         return tuple(found)
     return ("output",) if spec.num_leaves == 1 else tuple(f"output.{i}" for i in range(spec.num_leaves))
 
@@ -313,4 +354,7 @@ def _source(traced: Traced) -> dict[str, Any]:
     config = getattr(traced.module, "config", None)
     if config is not None and hasattr(config, "to_dict"):
         return {"kind": "huggingface", "class": type(traced.module).__name__, "config": config.to_dict()}
-    return {"kind": "module", "class": type(traced.module).__qualname__ if traced.module is not None else None}
+    return {
+        "kind": "module",
+        "class": type(traced.module).__qualname__ if traced.module is not None else None,
+    }

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import modpass
 import pytest
 import torch
-from modpass.errors import BlockError, InputError, TraceError
 from torch import Tensor, nn
 
+import modpass
+from modpass.errors import BlockError, InputError, TraceError
 from tests.test_transform import routed_pair, transform
 from tests.zoo import ZOO, Decoder, InnerRotaryAttention, PreNorm, make, tokens
 
@@ -53,7 +53,10 @@ MIXERS: dict[str, tuple[Callable[[int, int], nn.Module], str]] = {
     "shift": (lambda w, h: Mixer(lambda x: torch.cat([x[:, :1], x[:, :-1]], 1)), r"takes the sequence apart"),
     "roll": (lambda w, h: Mixer(lambda x: x.roll(1, 1)), "roll"),
     "first token": (lambda w, h: Mixer(lambda x: x - x[:, :1]), r"slice.* takes the sequence apart"),
-    "linear attention": (lambda w, h: Mixer(lambda x: x @ (x.transpose(1, 2) @ x)), r"sums over tokens outside attention"),
+    "linear attention": (
+        lambda w, h: Mixer(lambda x: x @ (x.transpose(1, 2) @ x)),
+        r"sums over tokens outside attention",
+    ),
     "flip": (lambda w, h: Mixer(lambda x: x.flip(1)), r"flip.* runs along the sequence"),
     "sort": (lambda w, h: Mixer(lambda x: x.sort(1).values), "sort"),
     "max pool": (lambda w, h: Mixer(lambda x: x.amax(1, keepdim=True) + x), "amax"),
@@ -80,8 +83,17 @@ def test_a_stack_with_some_mixing_blocks_routes_the_others() -> None:
         modpass.mod_transform(model, 0.5, blocks=["blocks.1"], example_inputs=(tokens(2, 11),))
 
 
-@pytest.mark.parametrize(("name", "stack"), [("llama", "model.layers"), ("bert", "encoder.layer"), ("gpt2", "transformer.h"),
-                                             ("dinov2", "encoder.layer"), ("encoder", "layers"), ("alibi", "blocks")])
+@pytest.mark.parametrize(
+    ("name", "stack"),
+    [
+        ("llama", "model.layers"),
+        ("bert", "encoder.layer"),
+        ("gpt2", "transformer.h"),
+        ("dinov2", "encoder.layer"),
+        ("encoder", "layers"),
+        ("alibi", "blocks"),
+    ],
+)
 def test_blocks_of_every_zoo_model_are_found_by_their_paths(name: str, stack: str) -> None:
     blocks = modpass.find_blocks(make(name), ZOO[name].example_inputs())
     assert blocks.names() == [f"{stack}.{i}" for i in range(4)]

@@ -104,15 +104,10 @@ def test_inspect_shows_a_row_for_each_block(capsys: Capture) -> None:
     out, err = run(capsys, "inspect", "tests.test_cli:biased")
     assert err == ""
     found = rows(out, "blocks.")
-    assert [row[:4] for row in found] == [
-        [f"blocks.{i}", "PreNorm", "[B, S, 48]", "18,960"] for i in range(4)
-    ]
+    assert [row[:4] for row in found] == [[f"blocks.{i}", "PreNorm", "[B, S, 48]", "18,960"] for i in range(4)]
     assert all("dims 1, 2 at the chosen tokens" in row[4] for row in found)
     assert all(int(row[5]) > 3 for row in found)
-    assert (
-        "4 blocks can be routed, 0 refused; 85,248 parameters, 75,840 of them in blocks that can be routed"
-        in out
-    )
+    assert "4 blocks can be routed, 0 refused; 85,248 parameters, 75,840 of them in blocks that can be routed" in out
 
 
 def test_inspect_gives_the_reason_of_each_refusal(capsys: Capture) -> None:
@@ -164,9 +159,7 @@ def test_transform_is_reproducible_by_its_seed(tmp_path: Path, capsys: Capture) 
 
 
 def test_export_writes_and_compares(tmp_path: Path, capsys: Capture) -> None:
-    out, err = run(
-        capsys, "export", DECODER, tmp_path / "m.onnx", "--sequence", 32, "--batch", 2, "--capacity", 0.25
-    )
+    out, err = run(capsys, "export", DECODER, tmp_path / "m.onnx", "--sequence", 32, "--batch", 2, "--capacity", 0.25)
     assert err == ""
     assert "layers.1: 8 of 32 tokens (capacity 0.25)" in out
     assert "token choices equal: 100.00%" in out
@@ -225,9 +218,7 @@ def test_bench_fails_where_nothing_could_run(capsys: Capture) -> None:
 
 def test_a_hugging_face_folder_goes_all_the_way(tmp_path: Path, capsys: Capture) -> None:
     make("llama").save_pretrained(tmp_path / "llama")  # type: ignore[operator]
-    run(
-        capsys, "transform", tmp_path / "llama", tmp_path / "routed", "--capacity", 0.5, "--dtype", "bfloat16"
-    )
+    run(capsys, "transform", tmp_path / "llama", tmp_path / "routed", "--capacity", 0.5, "--dtype", "bfloat16")
     assert modpass.load(tmp_path / "routed").get_parameter("model.norm.weight").dtype == torch.bfloat16
     run(capsys, "transform", tmp_path / "llama", tmp_path / "routed", "--capacity", 0.5)
     out, _ = run(capsys, "export", tmp_path / "routed", tmp_path / "m.onnx", "--sequence", 24)
@@ -304,9 +295,7 @@ WRONG_ARGUMENTS: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_ARGUMENTS)
-def test_wrong_arguments_are_one_line_and_code_2(
-    case: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_arguments_are_one_line_and_code_2(case: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     arguments, message = WRONG_ARGUMENTS[case]
     assert message in fails(capsys, 2, *arguments)
@@ -345,9 +334,7 @@ FAILURES: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_failures_are_one_sentence_and_code_1(
-    case: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_are_one_sentence_and_code_1(case: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     arguments, message = FAILURES[case]
     assert message in fails(capsys, 1, *arguments)
@@ -373,9 +360,7 @@ def test_a_saved_model_keeps_its_settings(saved: Path, tmp_path: Path, capsys: C
         assert "'saved' is routed already and keeps its own settings; leave it out" in fails(capsys, 2, *out)
 
 
-def test_a_saved_model_of_no_known_class_needs_its_factory(
-    saved: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_saved_model_of_no_known_class_needs_its_factory(saved: Path, tmp_path: Path, capsys: Capture) -> None:
     found = fails(capsys, 2, "export", saved, tmp_path / "m.onnx", "--sequence", 8)
     assert "was made from Decoder, which only a function of yours can build; name it" in found
     assert "holds no weight" in fails(capsys, 1, "inspect", saved, "--factory", "tests.test_cli:biased")
@@ -413,9 +398,7 @@ def test_an_interrupt_is_one_line_and_code_130(capsys: Capture) -> None:
 
 def test_ctrl_c_stops_the_program(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "modpass", "inspect", "tests.test_cli:sleepy"]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as program:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == "ready\n"
         program.send_signal(signal.SIGINT)

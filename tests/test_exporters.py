@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import modpass
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from torch import Tensor, nn
+
+import modpass
 from modpass.errors import ExportError, InputError, StateError, VerificationError
 from modpass.exporters import FixedShape, Manifest, export_onnx, manifest_path, verify
 from modpass.exporters.onnx import as_onnx, open_dims
-from torch import Tensor, nn
-
 from tests.test_transform import inputs_of, routed_pair, set_blocks
 from tests.zoo import ZOO, make
 
@@ -64,7 +64,8 @@ def test_every_dim_of_every_value_is_an_integer(exported: tuple[str, Path, Manif
 
 
 def test_graphs_hold_no_dynamic_operator_no_scatter_reduction_and_no_source_path(
-        exported: tuple[str, Path, Manifest]) -> None:
+    exported: tuple[str, Path, Manifest],
+) -> None:
     _, path, _ = exported
     model = onnx.load(path)
     assert not {n.op_type for n in model.graph.node} & DYNAMIC
@@ -145,14 +146,18 @@ def test_a_changed_file_is_not_run(folder: Path) -> None:
         verify(routed, path)
 
 
-@pytest.mark.parametrize(("shape", "options", "message"), [
-    (FixedShape(1), {}, "no size was given for 'sequence'; give sequence= a number"),
-    (FixedShape(1, 8, {"foo": 3}), {}, "the model has no dim 'foo'; it has: batch, sequence"),
-    (FixedShape(1, 8), {"opset": 17}, "opset is 17; allowed are 18 to 20"),
-    (FixedShape(1, 8), {"dtype": "int8"}, "dtype is 'int8'; allowed are"),
-])
-def test_wrong_arguments_are_refused_in_words(folder: Path, shape: FixedShape, options: dict[str, Any],
-                                              message: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        (FixedShape(1), {}, "no size was given for 'sequence'; give sequence= a number"),
+        (FixedShape(1, 8, {"foo": 3}), {}, "the model has no dim 'foo'; it has: batch, sequence"),
+        (FixedShape(1, 8), {"opset": 17}, "opset is 17; allowed are 18 to 20"),
+        (FixedShape(1, 8), {"dtype": "int8"}, "dtype is 'int8'; allowed are"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_words(
+    folder: Path, shape: FixedShape, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         export_onnx(routed_pair("llama")[1], folder / "no.onnx", shape, **options)
     assert not (folder / "no.onnx").exists()

@@ -113,9 +113,7 @@ class TestModelArgument:
         assert not source.model.training
         assert source.name == f"{__name__}:make_pair"
 
-    def test_a_factory_beside_the_caller_is_found(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_factory_beside_the_caller_is_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "own_model_here.py").write_text("import torch\ndef make(): return torch.nn.ReLU()\n")
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("sys.path", [p for p in __import__("sys").path if p])
@@ -182,9 +180,7 @@ class TestHuggingFaceFolder:
             ({}, "names no architecture"),
         ],
     )
-    def test_an_unknown_architecture_is_refused(
-        self, folder: Path, config: dict[str, object], message: str
-    ) -> None:
+    def test_an_unknown_architecture_is_refused(self, folder: Path, config: dict[str, object], message: str) -> None:
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(InputError, match=message):
             load_model(str(folder))

@@ -114,9 +114,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, D, 4, 4)
         self.positions = nn.Parameter(torch.randn(1, 16, D))
-        self.layer = nn.TransformerEncoderLayer(
-            D, HEADS, 64, activation="gelu", batch_first=True, norm_first=True
-        )
+        self.layer = nn.TransformerEncoderLayer(D, HEADS, 64, activation="gelu", batch_first=True, norm_first=True)
         self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, 10)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -155,9 +153,7 @@ def encoder() -> ir.Model:
     return exported(Encoder(), encoder_inputs())
 
 
-def run(
-    model: ir.Model, inputs: dict[str, Tensor], outputs: list[str] | None = None
-) -> list[np.ndarray[Any, Any]]:
+def run(model: ir.Model, inputs: dict[str, Tensor], outputs: list[str] | None = None) -> list[np.ndarray[Any, Any]]:
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     types = {i.name: i.type for i in session.get_inputs()}
     feed = {n: t.numpy().astype(np.float16) if "16" in types[n] else t.numpy() for n, t in inputs.items()}
@@ -216,9 +212,7 @@ def test_the_input_model_is_not_changed_and_weights_are_not_copied(decoder: ir.M
 
 @pytest.mark.parametrize("scorer", ["router", "scorer"])
 @pytest.mark.parametrize("half", HALVES)
-def test_scores_and_topk_stay_float32_by_module_name_and_by_shape_of_the_graph(
-    scorer: str, half: Any
-) -> None:
+def test_scores_and_topk_stay_float32_by_module_name_and_by_shape_of_the_graph(scorer: str, half: Any) -> None:
     torch.manual_seed(0)
     made = to_precision(exported(Decoder(scorer), decoder_inputs()), half)
     scores = node(made, "TopK").inputs[0]
@@ -378,9 +372,7 @@ def test_modules_kept_in_float32_can_be_named(decoder: ir.Model) -> None:
 
 
 def test_scopes_are_read_from_the_namespace_where_name_scopes_are_missing() -> None:
-    props = {
-        "namespace": ": models.Decoder/layers.0: models.Block/layers.0.up: Linear/linear: aten.linear.default"
-    }
+    props = {"namespace": ": models.Decoder/layers.0: models.Block/layers.0.up: Linear/linear: aten.linear.default"}
     assert module_scopes(ir.node("MatMul", [], metadata_props=props)) == ("layers.0", "layers.0.up")
     assert module_scopes(ir.node("MatMul", [])) == ()
 

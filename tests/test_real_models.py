@@ -6,15 +6,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import modpass
 import pytest
 import torch
+from torch import Tensor, nn
+
+import modpass
 from modpass.bench.models import load_bundled
 from modpass.errors import BuildError, MissingExtraError
 from modpass.exporters import FixedShape, build_engine, export_onnx, verify
 from modpass.reference import routed_reference
-from torch import Tensor, nn
-
 from tests.test_transform import real, relative, set_blocks, settings_of
 from tests.zoo import first
 
@@ -101,8 +101,11 @@ def test_tensorrt_rtx_builds_every_precision_for_two_targets(name: str, dtype: A
 
 def test_k_above_tensorrts_limit_is_refused_with_block_k_and_limit(tmp_path: Path) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
-    model = modpass.mod_transform(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), 3841 / 4096,
-                                  example_inputs=(torch.randn(2, 9, 8),))
+    model = modpass.mod_transform(
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        3841 / 4096,
+        example_inputs=(torch.randn(2, 9, 8),),
+    )
     export_onnx(model, tmp_path / "m.onnx", FixedShape(1, 4096))
     with pytest.raises(BuildError) as caught:
         build_engine(tmp_path / "m.onnx", tmp_path / "m.engine", progress=False)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import modpass
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
+import modpass
 from modpass.errors import CapacityError, InputError
 from modpass.functional import Gather, rank_scores, select, slots, take, write_back
 from modpass.reference import reference_choice, routed_reference
-from torch import Tensor
-
 from tests.test_transform import relative, routed_pair, set_blocks, settings_of
 from tests.zoo import tokens
 
@@ -28,9 +28,19 @@ def test_slots_do_not_lose_a_token_to_rounding() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.sampled_from([0.0, 1.0, -2.5, 3.0, float("nan"), float("inf"), float("-inf")]),
-                         min_size=7, max_size=7), min_size=1, max_size=4),
-       st.integers(1, 7), st.lists(st.booleans(), min_size=7, max_size=7))
+@given(
+    st.lists(
+        st.lists(
+            st.sampled_from([0.0, 1.0, -2.5, 3.0, float("nan"), float("inf"), float("-inf")]),
+            min_size=7,
+            max_size=7,
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(1, 7),
+    st.lists(st.booleans(), min_size=7, max_size=7),
+)
 def test_selection_equals_a_sort_in_plain_python(rows: list[list[float]], k: int, real: list[bool]) -> None:
     found = select(rank_scores(torch.tensor(rows), torch.tensor([real] * len(rows))), k)
     wanted = [reference_choice(row, k / 7, real) for row in rows]
@@ -89,7 +99,7 @@ def test_short_sequences_are_right(sequence: int, B: int) -> None:
 
 
 def test_equal_scores_choose_the_first_tokens() -> None:
-    model, routed = routed_pair("tril-buffer")
+    _, routed = routed_pair("tril-buffer")
     set_blocks(routed, 0.5, "sigmoid")
     weights = {n: b.router.weight.detach().clone() for n, b in routed.routed_blocks.items()}
     with torch.no_grad(), modpass.recorded_choices() as choices:

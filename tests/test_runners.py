@@ -43,9 +43,7 @@ class TestMeasure:
         assert row.ratio is not None
         assert row.ratio.value > 1
 
-    def test_on_a_gpu_the_device_is_waited_for(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_on_a_gpu_the_device_is_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         waits: list[None] = []
         monkeypatch.setattr("modpass.bench.run.synchronize_gpu", lambda: waits.append(None))
         measured(Counting(device="cpu"), tmp_path)

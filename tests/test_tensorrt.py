@@ -25,10 +25,7 @@ from modpass.exporters.tensorrt import build_engine
 from modpass.files import sha256
 
 WEIGHTS = ",".join(str(i / 256) for i in range(256))
-MLP = (
-    f"(float[1,8,16] x) => (float[1,8,16] y) <float[16,16] w = {{{WEIGHTS}}}>"
-    + "{a = MatMul(x, w) y = Relu(a)}"
-)
+MLP = f"(float[1,8,16] x) => (float[1,8,16] y) <float[16,16] w = {{{WEIGHTS}}}>" + "{a = MatMul(x, w) y = Relu(a)}"
 
 
 def text(body: str, opset: int = 18, domains: str = "") -> str:
@@ -79,9 +76,7 @@ def test_a_float32_model_builds_and_its_manifest_describes_it(tmp_path: Path, ca
 
 @pytest.mark.parametrize("capability", ["8.6", "8.9"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_models_build_and_the_graph_decides(
-    tmp_path: Path, dtype: Any, capability: str
-) -> None:
+def test_half_precision_models_build_and_the_graph_decides(tmp_path: Path, dtype: Any, capability: str) -> None:
     path = write(tmp_path / "mlp.onnx", MLP)
     ir.save(to_precision(ir.load(path), dtype), path)
     built = build_engine(path, tmp_path / "mlp.engine", compute_capability=capability, progress=False)
@@ -110,9 +105,7 @@ def test_an_exported_torch_module_builds_with_external_data_and_options(tmp_path
         routed_blocks={"0": RoutedSpec(0.5, 4, 2, "linear", "expert_choice")},
     )  # fmt: skip
     facts.save(manifest_path(path))
-    built = build_engine(
-        path, tmp_path / "mlp.engine", optimization_level=0, workspace_bytes=1 << 26, progress=False
-    )
+    built = build_engine(path, tmp_path / "mlp.engine", optimization_level=0, workspace_bytes=1 << 26, progress=False)
     assert built.settings == {"every": 2}
     assert built.routed_blocks == facts.routed_blocks
     assert built.data is None
@@ -250,8 +243,7 @@ RULES: list[tuple[Any, ...]] = [
     (r"has no com\.microsoft\.FastGelu", "(float16[4] x) => (float16[4] y) {y = com.microsoft.FastGelu(x)}"),
     (
         r"has no com\.microsoft\.DynamicQuantizeMatMul",
-        "(float[4,4] x, int8[4,4] w, float[1] s) => (float[4,4] y) "
-        "{y = com.microsoft.DynamicQuantizeMatMul(x, w, s)}",
+        "(float[4,4] x, int8[4,4] w, float[1] s) => (float[4,4] y) {y = com.microsoft.DynamicQuantizeMatMul(x, w, s)}",
     ),
     (
         r"MatMulNBits reads float16 only",
@@ -360,13 +352,9 @@ def test_all_refusals_are_listed_at_once() -> None:
 def test_what_full_tensorrt_can_do_is_not_refused_there() -> None:
     scatter = SCATTER + '{y = ScatterElements<reduction = "add">(x, i, u)}'
     assert reasons(scatter, flavor="tensorrt") == ""
-    assert "reduction 'add'" in reasons(
-        SCATTER_ND + '{y = ScatterND<reduction = "add">(x, i, u)}', flavor="tensorrt"
-    )
+    assert "reduction 'add'" in reasons(SCATTER_ND + '{y = ScatterND<reduction = "add">(x, i, u)}', flavor="tensorrt")
     assert (
-        reasons(
-            "(float[4,4] x) => (float[4,4] y) {y = MatMul(x, x)}", flavor="tensorrt", compute_capability="7.5"
-        )
+        reasons("(float[4,4] x) => (float[4,4] y) {y = MatMul(x, x)}", flavor="tensorrt", compute_capability="7.5")
         == ""
     )
     assert reasons("(float[4] x) => (float[4] y) {y = mine.Op(x)}", domains=DOMAINS, flavor="tensorrt") == ""
@@ -387,10 +375,7 @@ def test_float16_attention_of_a_supported_head_size_builds(size: int, tmp_path: 
 
 
 def test_attention_inside_if_is_refused() -> None:
-    inner = (
-        "(float16[1,2,4,32] p) {p = Attention(q, k, v)}, "
-        "else_branch = b () => (float16[1,2,4,32] r) {r = Relu(q)}"
-    )
+    inner = "(float16[1,2,4,32] p) {p = Attention(q, k, v)}, else_branch = b () => (float16[1,2,4,32] r) {r = Relu(q)}"
     head = (QKV % (("float16", 4, 32) * 4)).replace("(float16[1,2,4,32] q", "(bool c, float16[1,2,4,32] q", 1)
     body = f"{head}{{y = If (c) <then_branch = a () => {inner}>}}"
     assert "Attention cannot be inside If" in reasons(body, 23)
@@ -410,9 +395,7 @@ def test_a_malformed_compute_capability_is_refused(tmp_path: Path, capability: s
     ("tensorrt-rtx", "9.0", r"builds for 7\.5, 8\.0, 8\.6, 8\.9, 12\.0, 12\.1, not for 9\.0"),
     ("tensorrt", "7.0", r"TensorRT needs compute capability 7\.5 or later, not 7\.0"),
 ])  # fmt: skip
-def test_a_gpu_the_flavour_does_not_know_is_refused(
-    tmp_path: Path, flavor: str, capability: str, message: str
-) -> None:
+def test_a_gpu_the_flavour_does_not_know_is_refused(tmp_path: Path, flavor: str, capability: str, message: str) -> None:
     path = write(tmp_path / "mlp.onnx", MLP)
     with pytest.raises(BuildError, match=message):
         build_engine(path, tmp_path / "e", flavor, capability)
@@ -457,9 +440,7 @@ def test_a_missing_package_names_the_extra_and_refusals_come_first(
 # Errors
 
 
-def test_a_failure_names_the_torch_module_of_the_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_names_the_torch_module_of_the_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorrt, "preflight", lambda *_: [])
     model = topk(4000, 8000, "layers.3")
     next(iter(model.graph)).name = "node_topk__1"
@@ -473,17 +454,13 @@ def test_a_failure_names_the_torch_module_of_the_layer(
     assert "K exceeds the maximum" in message
 
 
-def test_a_parser_error_names_the_operator_and_the_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parser_error_names_the_operator_and_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorrt, "preflight", lambda *_: [])
     model = ir.from_proto(onnx.parser.parse_model(text("(bool[4] x) => (int64[1,n] y) {y = NonZero(x)}")))
     node = next(iter(model.graph))
     node.name, node.metadata_props["namespace"] = "node_pick", ": M/layers.1: Block/nonzero: aten.nonzero"
     ir.save(model, tmp_path / "m.onnx")
-    with pytest.raises(
-        BuildError, match=r"could not parse .* \(at node 'node_pick' of module 'layers\.1'\): NonZero"
-    ):
+    with pytest.raises(BuildError, match=r"could not parse .* \(at node 'node_pick' of module 'layers\.1'\): NonZero"):
         build_engine(tmp_path / "m.onnx", tmp_path / "e", progress=False)
 
 
@@ -502,9 +479,7 @@ def test_messages_of_an_earlier_build_do_not_leak_into_the_next(
 # Cancelling
 
 
-def test_ctrl_c_cancels_a_real_build_and_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_cancels_a_real_build_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "mlp.onnx", MLP)
     make, once, answers = trt_progress._monitor, threading.Lock(), []
 
@@ -595,9 +570,7 @@ def fake(version: str, broken: frozenset[str]) -> Any:
             raise TypeError("pybind11::init(): factory function returned nullptr")
         return FakeBuilder(module, logger)
 
-    error = SimpleNamespace(
-        desc=lambda: "UNSUPPORTED_NODE in node_y", node_name=lambda: "", node_operator=lambda: ""
-    )
+    error = SimpleNamespace(desc=lambda: "UNSUPPORTED_NODE in node_y", node_name=lambda: "", node_operator=lambda: "")
     parser = SimpleNamespace(
         parse_from_file=lambda path: module.asked.update(path=path) or "parse" not in broken,
         num_errors=1, get_error=lambda i: error,
@@ -682,9 +655,7 @@ def test_full_tensorrt_builds_for_the_present_gpu_only(
 ) -> None:
     install("11.4.0")
     path = write(tmp_path / "m.onnx", MLP)
-    with pytest.raises(
-        BuildError, match=r"only for the GPU of this machine, which has compute capability 9\.0"
-    ):
+    with pytest.raises(BuildError, match=r"only for the GPU of this machine, which has compute capability 9\.0"):
         build_engine(path, tmp_path / "e", "tensorrt", "8.9", progress=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BuildError, match=r"which cannot be found \(PyTorch sees none\)"):

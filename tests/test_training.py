@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 
-import modpass
 import pytest
 import torch
 import torch._dynamo.testing
-from modpass.reference import routed_reference
 
+import modpass
+from modpass.reference import routed_reference
 from tests.test_transform import keep_of, relative, routed_pair, set_blocks, settings_of, transform
 from tests.zoo import ZOO, first, make, masked, tokens
 

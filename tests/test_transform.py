@@ -6,12 +6,12 @@ import copy
 from functools import cache
 from typing import Any
 
-import modpass
 import pytest
 import torch
-from modpass.reference import Setting, routed_reference
 from torch import Tensor, nn
 
+import modpass
+from modpass.reference import Setting, routed_reference
 from tests.zoo import ZOO, first, make
 
 
@@ -26,8 +26,13 @@ def keep_of(name: str, inputs: dict[str, Any]) -> Tensor | None:
 
 
 def transform(name: str, model: nn.Module, capacity: float, **options: Any) -> modpass.RoutedModel:
-    return modpass.mod_transform(model, capacity, example_inputs=ZOO[name].example_inputs(),
-                                 padding_mask=ZOO[name].padding_mask, **options)
+    return modpass.mod_transform(
+        model,
+        capacity,
+        example_inputs=ZOO[name].example_inputs(),
+        padding_mask=ZOO[name].padding_mask,
+        **options,
+    )
 
 
 @cache
@@ -132,7 +137,8 @@ def test_the_model_passed_in_is_not_changed() -> None:
     model = make("bert").train()
     before, code = copy.deepcopy(model.state_dict()), {n: type(m) for n, m in model.named_modules()}
     routed = transform("bert", model, 0.5)
-    assert model.training and routed.training
+    assert model.training
+    assert routed.training
     assert {n: type(m) for n, m in model.named_modules()} == code
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
 
@@ -146,8 +152,12 @@ def test_default_blocks_are_every_second_one_starting_with_the_second() -> None:
 def test_blocks_are_chosen_by_name_by_predicate_and_capacity_by_name() -> None:
     model = make("llama")
     assert list(transform("llama", model, 0.5, blocks=["model.layers.2"]).routed_blocks) == ["model.layers.2"]
-    chosen = transform("llama", model, {"model.layers.0": 0.5, "model.layers.1": 0.25},
-                       blocks=lambda b: b.name.endswith((".0", ".1"))).routed_blocks
+    chosen = transform(
+        "llama",
+        model,
+        {"model.layers.0": 0.5, "model.layers.1": 0.25},
+        blocks=lambda b: b.name.endswith((".0", ".1")),
+    ).routed_blocks
     assert {n: b.capacity for n, b in chosen.items()} == {"model.layers.0": 0.5, "model.layers.1": 0.25}
 
 
@@ -179,8 +189,13 @@ def test_an_exported_program_is_transformed_like_its_module(kind: str) -> None:
     model = make("llama")
     inputs = inputs_of("llama", 2, 13)
     dim = torch.export.Dim.AUTO
-    program = torch.export.export(model, (), {**inputs, "use_cache": False}, strict=False, dynamic_shapes={
-        "input_ids": {0: dim, 1: dim}, "attention_mask": {0: dim, 1: dim}, "use_cache": None})
+    program = torch.export.export(
+        model,
+        (),
+        {**inputs, "use_cache": False},
+        strict=False,
+        dynamic_shapes={"input_ids": {0: dim, 1: dim}, "attention_mask": {0: dim, 1: dim}, "use_cache": None},
+    )
     if kind == "decomposed program":
         program = program.run_decompositions()
     routed = modpass.mod_transform(program, 0.5)

@@ -88,8 +88,14 @@ class PreNorm(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, norm, head."""
 
-    def __init__(self, attention: Callable[[int, int], nn.Module], layers: int = 4, width: int = 48, heads: int = 4,
-                 vocabulary: int = 97) -> None:
+    def __init__(
+        self,
+        attention: Callable[[int, int], nn.Module],
+        layers: int = 4,
+        width: int = 48,
+        heads: int = 4,
+        vocabulary: int = 97,
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(PreNorm(attention(width, heads), width) for _ in range(layers))
@@ -121,7 +127,7 @@ def masked(B: int, S: int, side: str) -> dict[str, Tensor]:
         pad = min(S - 1, b * S // (B + 1))
         if pad:
             mask[b, :pad] = 0 if side == "left" else mask[b, :pad]
-            mask[b, S - pad:] = 0 if side == "right" else mask[b, S - pad:]
+            mask[b, S - pad :] = 0 if side == "right" else mask[b, S - pad :]
     return {"input_ids": tokens(B, S), "attention_mask": mask}
 
 
@@ -145,15 +151,49 @@ def _padded_encoder(B: int, S: int, side: str) -> dict[str, Any]:
 
 
 ZOO: dict[str, Entry] = {
-    "llama": Entry(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=97, num_key_value_heads=2, tie_word_embeddings=True, **SIZES)), masked, examples=False),
-    "bert": Entry(lambda: transformers.BertModel(transformers.BertConfig(
-        vocab_size=97, max_position_embeddings=64, **SIZES)), masked, examples=False),
-    "gpt2": Entry(lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=97, n_embd=48, n_layer=4, n_head=4, n_positions=64)), masked, examples=False),
-    "dinov2": Entry(lambda: transformers.Dinov2Model(transformers.Dinov2Config(
-        hidden_size=48, num_hidden_layers=4, num_attention_heads=4, image_size=56, mlp_ratio=2)),
-        lambda B, S, side: {"pixel_values": torch.randn(B, 3, 56, 56)}, examples=False, sequence=17),
+    "llama": Entry(
+        lambda: transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=97, num_key_value_heads=2, tie_word_embeddings=True, **SIZES)
+        ),
+        masked,
+        examples=False,
+    ),
+    "bert": Entry(
+        lambda: transformers.BertModel(transformers.BertConfig(vocab_size=97, max_position_embeddings=64, **SIZES)),
+        masked,
+        examples=False,
+    ),
+    "gpt2": Entry(
+        lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=97, n_embd=48, n_layer=4, n_head=4, n_positions=64)
+        ),
+        masked,
+        examples=False,
+    ),
+    "mixtral": Entry(
+        lambda: transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(vocab_size=97, num_key_value_heads=2, num_local_experts=4, **SIZES)
+        ),
+        masked,
+        examples=False,
+    ),
+    "albert": Entry(
+        lambda: transformers.AlbertModel(
+            transformers.AlbertConfig(vocab_size=97, embedding_size=32, max_position_embeddings=64, **SIZES)
+        ),
+        masked,
+        examples=False,
+    ),
+    "dinov2": Entry(
+        lambda: transformers.Dinov2Model(
+            transformers.Dinov2Config(
+                hidden_size=48, num_hidden_layers=4, num_attention_heads=4, image_size=56, mlp_ratio=2
+            )
+        ),
+        lambda B, S, side: {"pixel_values": torch.randn(B, 3, 56, 56)},
+        examples=False,
+        sequence=17,
+    ),
     "inner-rotary": Entry(lambda: Decoder(InnerRotaryAttention), lambda B, S, side: {"ids": tokens(B, S)}),
     "tril-buffer": Entry(lambda: Decoder(TrilAttention), lambda B, S, side: {"ids": tokens(B, S)}),
     "alibi": Entry(lambda: Decoder(AlibiAttention), lambda B, S, side: {"ids": tokens(B, S)}),
