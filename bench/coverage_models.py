@@ -29,10 +29,14 @@ FAMILIES = (*_REGISTRIES, "other")
 
 @dataclass(frozen=True)
 class Made:
-    """A model in eval mode, and its example inputs (None: the model says itself what it takes)."""
+    """A model in eval mode, and its example inputs (None: the model says itself what it takes).
+
+    plain: the module whose blocks the slow reference replaces; another one where the model is itself a graph.
+    """
 
     model: nn.Module
-    example_inputs: dict[str, Any] | None = None
+    example_inputs: dict[str, Any] | None
+    plain: nn.Module
 
 
 def model_names(family: str) -> dict[str, str]:
@@ -66,16 +70,17 @@ def make_model(family: str, name: str) -> Made:
     """
     torch.manual_seed(0)
     if family == "other":
-        model, inputs = OTHERS[name].make()
-        return Made(enliven(model).eval(), inputs)
+        model, inputs, plain = OTHERS[name].make()
+        return Made(enliven(model).eval(), inputs, (plain or model).eval())
     transformers = transformers_offline("hf")
     cls = getattr(transformers, model_names(family)[name])
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config: Any = getattr(cls, "config_class", None) or CONFIG_MAPPING[name]
-    return Made(enliven(cls(shrink(config, **overrides_for(cls.__name__)))).eval())
+    model = enliven(cls(shrink(config, **overrides_for(cls.__name__)))).eval()
+    return Made(model, None, model)
 
 
 def with_inputs(made: Made) -> Made:
     """The model with inputs on which it runs."""
-    return made if made.example_inputs is not None else Made(made.model, inputs_for(made.model))
+    return made if made.example_inputs is not None else Made(made.model, inputs_for(made.model), made.plain)

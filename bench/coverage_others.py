@@ -15,7 +15,8 @@ from modpass.errors import require
 __all__ = ["OTHERS", "Other"]
 
 _WIDTH, _HEADS, _LAYERS, _VOCABULARY = 64, 4, 4, 128
-_Made = tuple[nn.Module, dict[str, Any]]
+# A model, its example inputs, and the module that it was made from where that is another.
+_Made = tuple[nn.Module, dict[str, Any], nn.Module | None]
 
 
 @dataclass(frozen=True)
@@ -33,22 +34,24 @@ def _stream(batch_first: bool, tokens: int = 37) -> Tensor:
 def _encoder(batch_first: bool) -> _Made:
     layer = nn.TransformerEncoderLayer(_WIDTH, _HEADS, 96, batch_first=batch_first)
     model = nn.TransformerEncoder(layer, _LAYERS, enable_nested_tensor=False)
-    return model, {"src": _stream(batch_first)}
+    return model, {"src": _stream(batch_first)}, None
 
 
 def _decoder(batch_first: bool) -> _Made:
     layer = nn.TransformerDecoderLayer(_WIDTH, _HEADS, 96, batch_first=batch_first)
-    return nn.TransformerDecoder(layer, _LAYERS), {"tgt": _stream(batch_first), "memory": _stream(batch_first, 31)}
+    inputs = {"tgt": _stream(batch_first), "memory": _stream(batch_first, 31)}
+    return nn.TransformerDecoder(layer, _LAYERS), inputs, None
 
 
 def _transformer() -> _Made:
     model = nn.Transformer(_WIDTH, _HEADS, _LAYERS, _LAYERS, 96, batch_first=True)
-    return model, {"src": _stream(True, 31), "tgt": _stream(True)}
+    return model, {"src": _stream(True, 31), "tgt": _stream(True)}, None
 
 
 def _symbolic() -> _Made:
     """A graph of torch.fx.symbolic_trace, which has module calls in place of ATen ops."""
-    return fx.symbolic_trace(_Plain()), {"x": _stream(True)}
+    model = _Plain()
+    return fx.symbolic_trace(model), {"x": _stream(True)}, model
 
 
 class _Block(nn.Module):
@@ -82,18 +85,18 @@ def _x_transformers(part: str) -> _Made:
     x = require("x_transformers", "bench")
     layers = getattr(x, part)(dim=_WIDTH, depth=_LAYERS, heads=_HEADS, attn_dim_head=16)
     model = x.TransformerWrapper(num_tokens=_VOCABULARY, max_seq_len=_VOCABULARY, attn_layers=layers)
-    return model, {"x": torch.randint(0, _VOCABULARY, (2, 37))}
+    return model, {"x": torch.randint(0, _VOCABULARY, (2, 37))}, None
 
 
 def _timm(name: str) -> _Made:
     timm = require("timm", "bench")
     size = {"img_size": 64} if "vit" in name or "deit" in name or "eva" in name else {}
-    return timm.create_model(name, pretrained=False, **size), {"x": torch.randn(2, 3, 64, 64)}
+    return timm.create_model(name, pretrained=False, **size), {"x": torch.randn(2, 3, 64, 64)}, None
 
 
 def _torchvision(name: str) -> _Made:
     models = importlib.import_module(require("torchvision", "bench").__name__ + ".models")
-    return models.get_model(name, weights=None, image_size=64), {"x": torch.randn(2, 3, 64, 64)}
+    return models.get_model(name, weights=None, image_size=64), {"x": torch.randn(2, 3, 64, 64)}, None
 
 
 OTHERS: dict[str, Other] = {

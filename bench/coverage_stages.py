@@ -200,7 +200,7 @@ def _reference(subject: _Subject) -> None:
     settings = {n: Setting(b.capacity, b.gate, b.router.weight, b.seq_dim) for n, b in routed.routed_blocks.items()}
     with torch.no_grad():
         dense, found = subject.made.model(**inputs), routed(**inputs)
-        with routed_reference(subject.made.model, settings) as reference:
+        with routed_reference(subject.made.plain, settings) as reference:
             wanted = reference(**inputs)
     _equal(found, wanted, "the per-token reference")
     change = max(_gap(a, b) for a, b in zip(_floats(found), _floats(dense), strict=True))

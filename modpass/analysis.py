@@ -82,6 +82,11 @@ class Sizes:
         """Whether a size counts tokens."""
         return SEQUENCE in self.canonical(size).free_symbols
 
+    def surplus(self, size: Expr) -> int:
+        """How many keys beside the tokens a size counts: 1 for S + 1 where attention has a sink, else 0."""
+        extra = self.canonical(size) - SEQUENCE
+        return int(extra) if extra.is_Integer and extra > 0 else 0
+
     def is_parametric(self, size: Expr) -> bool:
         """Whether a size shrinks with the chosen tokens: free of S, or a multiple of it."""
         return SEQUENCE not in (self.canonical(size) / SEQUENCE).free_symbols or not self.carries(size)
@@ -219,6 +224,8 @@ class _Region:
         """Batch and sequence: the sequence is what attention runs over."""
         first, second = self.shape(stream)[:2]
         attended = self.attended()
+        for size in (first, second):  # keys beside the tokens (sinks) are seen by every token
+            attended = [size if Sizes(first, size).surplus(a) else a for a in attended]
         if attended and first not in attended and second not in attended:
             raise Refusal(
                 f"its attention runs over {', '.join(map(str, attended))} tokens, not over a dim of the "
@@ -280,11 +287,23 @@ def _check_sizes(node: fx.Node, sizes: Sizes) -> None:
     values = value_of(node) if isinstance(value_of(node), tuple | list) else [value_of(node)]
     for value in values:
         for size in shape_of(value):
-            if not sizes.is_parametric(size):
+            if not sizes.is_parametric(size) and not _appends_sinks(node, size, sizes):
                 raise Refusal(
                     f"{node.target} makes a dim of {sizes.canonical(size)}, which is not the sequence S "
                     f"(node {node.name})"
                 )
+
+
+def _appends_sinks(node: fx.Node, size: Expr, sizes: Sizes) -> bool:
+    """Attention scores with keys appended that are no tokens, and what is computed of them."""
+    if not sizes.surplus(size):
+        return False
+    if name_of(node) in ("cat", "concat"):
+        parts: Any = node.args[0]
+        return any(map(sizes.carries, shape_of(value_of(parts[0]))[:-1])) and not any(
+            sizes.carries(shape_of(value_of(p))[-1]) for p in parts[1:]
+        )
+    return any(size in shape_of(value_of(a)) for a in node.all_input_nodes)
 
 
 def _sides(node: fx.Node, inner: set[fx.Node], stream: fx.Node) -> list[fx.Node]:

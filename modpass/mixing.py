@@ -185,15 +185,21 @@ def _cuts(node: fx.Node, carries: Carries) -> Reason:
     dim = _argument(node, "dim", 0)
     if not _carries_at(node, [dim], carries):
         return None
-    if name_of(node) in ("slice", "narrow") and shape_of(_tensor(node))[dim] == shape_of(value_of(node))[dim]:
-        return None
+    if name_of(node) in ("slice", "narrow"):
+        before, after = shape_of(_tensor(node))[dim], shape_of(value_of(node))[dim]
+        dropped = before - after
+        # Keys that were appended beside the tokens may be dropped again.
+        if before == after or (dropped.is_Integer and carries(after) and _argument(node, "start", 0) == 0 and dropped > 0
+                               and sum(map(carries, shape_of(_tensor(node)))) > 1):
+            return None
     return f"{node.target} takes the sequence apart"
 
 
 def _indexes(node: fx.Node, carries: Carries) -> Reason:
     """A table read at ids is an embedding; reading tokens at computed places moves them."""
-    table, indices = node.args[0], node.args[1]
-    shape = shape_of(value_of(table)) if isinstance(table, fx.Node) else ()
+    table: Any = node.args[0]
+    indices: Any = node.args[1]
+    shape = shape_of(value_of(table))
     read = [shape[i] for i, index in enumerate(indices) if index is not None]
     return f"{node.target} reads tokens at computed places" if any(map(carries, read)) else None
 

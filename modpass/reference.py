@@ -179,8 +179,10 @@ def hidden_keys(chosen: list[list[int]], sequence: int) -> Iterator[None]:
         return attention(query, key, value, bias.masked_fill(hidden, -math.inf), dropout_p, **options)
 
     def masked_softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
-        if input.shape[-2:] == (sequence, sequence) and input.dim() >= 3 and dim in (-1, input.dim() - 1):
-            input = input.masked_fill(~visible(input.shape), -math.inf)
+        extra = input.shape[-1] - sequence  # keys that are no tokens, appended
+        if input.dim() >= 3 and input.shape[-2] == sequence and extra >= 0 and dim in (-1, input.dim() - 1):
+            hidden = F.pad(~visible(torch.Size([*input.shape[:-1], sequence])), (0, extra))
+            input = input.masked_fill(hidden, -math.inf)
         kwargs.pop("_stacklevel", None)
         result: Tensor = softmax(input, dim, *args, **kwargs)  # type: ignore[arg-type]
         return result

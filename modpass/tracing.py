@@ -71,7 +71,7 @@ def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """
     before = {m: m.training for m in model.modules()}
     try:
-        with _experts_per_token(model):
+        with _experts_per_token(model), _without_cache(model):
             evaluated = _export(model.eval(), args, kwargs)
             return _with_dropout(model, args, kwargs, evaluated) if _drops(model) else evaluated
     finally:
@@ -91,6 +91,9 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     try:
         with _plain_attention():
             program = torch.export.export(model, args, kwargs, dynamic_shapes=spec, strict=False)
+            if any("set_grad_enabled" in str(n.target) for n in program.graph.nodes):
+                with torch.no_grad():  # else a no_grad part of the model hides in a graph of its own
+                    program = torch.export.export(model, args, kwargs, dynamic_shapes=spec, strict=False)
             if any(_mutates(n) for n in program.graph.nodes):
                 program = program.run_decompositions({})
     except Exception as e:
@@ -131,6 +134,21 @@ def _experts_per_token(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         choose(before)
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Trace the plain forward of a Hugging Face model, also where ``use_cache`` is a setting alone."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    before = [(c, c.use_cache) for c in {id(c): c for c in (config, text)}.values() if hasattr(c, "use_cache")]
+    for c, _ in before:
+        c.use_cache = False
+    try:
+        yield
+    finally:
+        for c, value in before:
+            c.use_cache = value
 
 
 def _call(model: nn.Module, named: dict[str, Any]) -> Call:
