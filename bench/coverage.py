@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from modpass.bench.coverage_models import FAMILIES, model_names
@@ -41,9 +42,9 @@ def run(
     Raises:
         InputError: there is no such family, architecture or stage, or a number is too small.
 
-    >>> run("fish")
+    >>> run("other", jobs=0)
     Traceback (most recent call last):
-    modpass.errors.InputError: there is no family 'fish'; there are: causal-lm, encoder, image, encoder-decoder, other
+    modpass.errors.InputError: jobs is 0 and timeout_s 300; both must be positive
     """
     if last not in STAGES:
         raise InputError(f"there is no stage '{last}'; there are: {', '.join(STAGES)}")
@@ -71,7 +72,6 @@ def _wanted(families: Iterable[str], only: list[str] | None) -> list[CoverageRow
 
 
 def _bar(shown: bool) -> Progress:
-    from rich.console import Console
 
     return Progress(
         TextColumn("{task.description:<24}"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ _RULES: tuple[tuple[str, int], ...] = (
 )  # fmt: skip
 _LAYER_FIELDS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 _STAGES = ("depths", "num_block_repeats", "layer_repeats", "decoder_depths")
+# A list here means one width per stage: the first stage's width then stays.
+_PER_STAGE = ("num_heads", "num_attention_heads", "hidden_sizes", "out_channels")
 # Fields that default to None although the model cannot do without.
 _NEEDED = {"head_dim": HEAD_DIM, "num_experts_per_tok": 2, "n_routed_experts": 4, "num_key_value_heads": HEADS}
 _TOKEN_ID = re.compile(r".*(token_id|token_index|token_idx|_id|index)$")
@@ -52,8 +54,8 @@ _TOKEN_ID = re.compile(r".*(token_id|token_index|token_idx|_id|index)$")
 def shrunk_value(name: str, value: Any) -> Any:
     """The value of a field, shrunk by what its name says it counts; anything else is returned as it is.
 
-    >>> shrunk_value("num_hidden_layers", 32), shrunk_value("hidden_size", 4096), shrunk_value("rope_theta", 1e4)
-    (4, 64, 10000.0)
+    >>> shrunk_value("num_hidden_layers", 32), shrunk_value("hidden_size", 4096)
+    (4, 64)
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         return value
@@ -88,7 +90,8 @@ def shrink(cls: Any, **given: Any) -> Any:
     ):
         small = {n: v for n, v in small.items() if n not in ("embed_dim", "hidden_dim", "hidden_size")}
     plain = _plain(cls)
-    small |= _layers(plain, defaults, values) | _grouped_heads(defaults, small) | _image(defaults) | _rotary(defaults)
+    small |= _layers(plain, defaults, values) | _grouped_heads(defaults, small)
+    small |= _image(defaults) | _rotary(defaults)
     small |= dict(_sub_configs(cls, plain))
     return cls(**(small | overrides_for(cls.model_type) | given))
 
@@ -96,9 +99,9 @@ def shrink(cls: Any, **given: Any) -> Any:
 def _defaults(cls: Any) -> Iterator[tuple[str, Any]]:
     """Each field's own default, before the class derives further fields from it."""
     for field in fields(cls):
-        default = field.default if callable(field.default_factory) is False else field.default_factory()
-        if not field.name.startswith("_") and field.init:
-            yield field.name, getattr(cls, field.name, None) if type(default).__name__ == "_MISSING_TYPE" else default
+        if field.init and not field.name.startswith("_"):
+            made = None if field.default_factory is MISSING else field.default_factory()
+            yield field.name, made if field.default is MISSING else field.default
 
 
 def _sub_configs(cls: Any, plain: Any) -> Iterator[tuple[str, Any]]:
@@ -145,9 +148,10 @@ def _numbers(value: Any) -> bool:
 
 def _grouped_heads(defaults: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, int]:
     """As many key heads as query heads stay as many."""
-    heads = next((n for n in ("num_attention_heads", "n_head", "num_heads") if isinstance(defaults.get(n), int)), None)
-    names = [n for n in ("num_key_value_heads", "num_kv_heads") if isinstance(defaults.get(n), int)]
-    return {n: small.get(heads, defaults[heads]) for n in names if heads and defaults[n] == defaults[heads]}
+    names = ("num_attention_heads", "n_head", "num_heads")
+    heads = next((n for n in names if isinstance(defaults.get(n), int)), None)
+    keys = [n for n in ("num_key_value_heads", "num_kv_heads") if isinstance(defaults.get(n), int)]
+    return {n: small.get(heads, defaults[heads]) for n in keys if heads and defaults[n] == defaults[heads]}
 
 
 def _image(defaults: Mapping[str, Any]) -> dict[str, Any]:

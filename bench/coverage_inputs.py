@@ -50,17 +50,18 @@ def _run(model: nn.Module, named: dict[str, Any]) -> None:
 def _layouts(model: nn.Module) -> Iterator[dict[str, Any]]:
     """What the forward's own parameter names ask for, in the layouts that are usual for each."""
     takes = inspect.signature(model.forward).parameters
-    for main in ("pixel_values", "pixel_values_videos", "inputs", "input_features", "input_values", "input_ids"):
+    for main, layouts in _MAIN.items():
         if main in takes:
-            for tensor in _MAIN[main](model):
-                yield {main: tensor, **_beside(model, main, takes)}
+            for tensor in layouts(model):
+                yield {main: tensor, **_beside(model, tensor, takes)}
 
 
 def _images(model: nn.Module) -> Iterator[Tensor]:
     config = _part(model, "vision_config")
-    size, channels = getattr(config, "image_size", None) or 64, getattr(config, "num_channels", 3)
+    size: Any = getattr(config, "image_size", None) or 64
+    channels: int = getattr(config, "num_channels", 3)
     height, width = (size, size) if isinstance(size, int) else size[-2:]
-    frames = getattr(config, "num_frames", None) or getattr(config, "max_num_tiles", 2)
+    frames: Any = getattr(config, "num_frames", None) or getattr(config, "max_num_tiles", 2)
     yield torch.randn(_ROWS, channels, height, width)
     yield torch.randn(_ROWS, frames, channels, height, width)
     yield torch.randn(_ROWS, 1, frames, channels, height, width)
@@ -91,10 +92,9 @@ def _samples(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _ids(model: nn.Module) -> Iterator[Tensor]:
-    config: Any = model.config
     vocabulary = getattr(_part(model, "encoder_config", "text_config"), "vocab_size", 128)
     yield torch.randint(2, vocabulary, (_ROWS, 37))
-    codebooks = getattr(config, "num_codebooks", None) or getattr(_part(model, "decoder_config"), "num_channels", None)
+    codebooks = getattr(_part(model), "num_codebooks", None)
     if isinstance(codebooks, int):
         yield torch.randint(2, vocabulary, (_ROWS, 37, codebooks))
 
@@ -109,14 +109,13 @@ _MAIN = {
 }
 
 
-def _beside(model: nn.Module, main: str, takes: Any) -> dict[str, Any]:
+def _beside(model: nn.Module, main: Tensor, takes: Any) -> dict[str, Any]:
     """What goes with the main input: decoder ids, and the sizes and masks of images."""
     config, beside = _part(model, "decoder_config", "decoder", "text_config"), dict[str, Any]()
     if "decoder_input_ids" in takes:
-        shape: tuple[int, ...] = (_ROWS, _TARGET)
-        if isinstance(getattr(_part(model, "decoder_config"), "num_channels", None), int) and main == "input_ids":
-            shape = (*shape, _part(model, "decoder_config").num_channels)
-        beside["decoder_input_ids"] = torch.randint(2, getattr(config, "vocab_size", 128), shape)
+        channels = () if main.is_floating_point() else _channels(_part(model, "decoder_config"))
+        ids = torch.randint(2, getattr(config, "vocab_size", 128), (_ROWS, _TARGET, *channels))
+        beside["decoder_input_ids"] = ids
     if "spatial_shapes" in takes:
         beside["spatial_shapes"] = torch.tensor([[4, 4]] * _ROWS)
         beside["pixel_attention_mask"] = torch.ones(_ROWS, _PATCHES, dtype=torch.int64)
@@ -125,6 +124,12 @@ def _beside(model: nn.Module, main: str, takes: Any) -> dict[str, Any]:
         tiles = getattr(model.config, "max_num_tiles", 1)
         beside["aspect_ratio_mask"] = torch.ones(_ROWS, 1, tiles, dtype=torch.int64)
     return beside
+
+
+def _channels(config: Any) -> tuple[int, ...]:
+    """Decoders of audio tokens take several ids at each position."""
+    count = getattr(config, "num_channels", None)
+    return (count,) if isinstance(count, int) else ()
 
 
 def _part(model: nn.Module, *names: str) -> Any:

@@ -1,4 +1,4 @@
-"""Which models are measured: every architecture that ``transformers`` registers, and a few of other makers."""
+"""Which models are measured: every architecture that ``transformers`` registers, and a few others."""
 
 from __future__ import annotations
 

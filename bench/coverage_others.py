@@ -57,15 +57,18 @@ def _symbolic() -> _Made:
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
-        self.mlp = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 96), nn.GELU(), nn.Linear(96, _WIDTH))
+        self.norm, self.qkv = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.out = nn.Linear(_WIDTH, _WIDTH)
+        layers = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 96), nn.GELU(), nn.Linear(96, _WIDTH)
+        self.mlp = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
         """The stream ``[B, S, D]`` after attention and a feed-forward net."""
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
         y = nn.functional.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2])
         x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.mlp(x)
+        changed: Tensor = x + self.mlp(x)
+        return changed
 
 
 class _Plain(nn.Module):
@@ -78,7 +81,8 @@ class _Plain(nn.Module):
         """The stream ``[B, S, D]`` after all blocks."""
         for block in self.blocks:
             x = block(x)
-        return self.norm(x)
+        normed: Tensor = self.norm(x)
+        return normed
 
 
 def _x_transformers(part: str) -> _Made:
@@ -90,8 +94,7 @@ def _x_transformers(part: str) -> _Made:
 
 def _timm(name: str) -> _Made:
     timm = require("timm", "bench")
-    size = {"img_size": 64} if "vit" in name or "deit" in name or "eva" in name else {}
-    return timm.create_model(name, pretrained=False, **size), {"x": torch.randn(2, 3, 64, 64)}, None
+    return timm.create_model(name, pretrained=False, img_size=112), {"x": torch.randn(2, 3, 112, 112)}, None
 
 
 def _torchvision(name: str) -> _Made:

@@ -23,12 +23,11 @@ from modpass.bench.coverage_result import CoverageRow
 __all__ = ["Job", "run_jobs"]
 
 MEMORY_BYTES = 6 * 2**30
-Work = Callable[[Callable[[str, Any], None]], None]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A row to fill, and a picklable function that does the work and reports events."""
+    """A row to fill, and a function of a module that does the work: called with its arguments and ``report``."""
 
     row: CoverageRow
     work: Callable[..., None]
@@ -47,7 +46,10 @@ class _Running:
 
 
 def run_jobs(jobs: Sequence[Job], at_once: int, timeout_s: float, preload: Sequence[str] = ()) -> Iterator[CoverageRow]:
-    """Run the jobs, ``at_once`` at a time, and yield each row as it is done, whatever became of its process."""
+    """Run the jobs, ``at_once`` at a time, and yield each row when it is done, whatever became of its process.
+
+    preload: modules that the server imports before it forks.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     waiting, running = list(jobs), list[_Running]()
@@ -97,7 +99,8 @@ def _receive(one: _Running) -> None:
         one.row = replace(one.row, passed=(*one.row.passed, stage), seconds={**one.row.seconds, stage: seconds})
     elif kind == "fact":
         name, found = value
-        one.row = replace(one.row, **{name: tuple(map(tuple, found)) if name == "skipped" else found})
+        fact: dict[str, Any] = {name: tuple(map(tuple, found)) if name == "skipped" else found}
+        one.row = replace(one.row, **fact)
     elif kind == "fail":
         stage, outcome, reason = value
         one.row = replace(one.row, failed=stage, outcome=outcome, reason=reason)
@@ -110,7 +113,8 @@ def _finish(one: _Running, timeout_s: float) -> CoverageRow:
     one.process.join()
     one.receiver.close()
     if late:
-        return replace(one.row, failed=one.stage, outcome="timed out", reason=f"no end within {timeout_s:g} s")
+        reason = f"no end within {timeout_s:g} s"
+        return replace(one.row, failed=one.stage, outcome="timed out", reason=reason)
     if one.process.exitcode and one.row.failed is None:
         reason = f"its process ended with {_code(one.process.exitcode)}: {_last_words(one.log)}"
         return replace(one.row, failed=one.stage, outcome="crashed", reason=reason)

@@ -72,12 +72,14 @@ def _outcomes(rows: Iterable[CoverageRow]) -> list[tuple[str, str]]:
 def _cells(row: CoverageRow) -> tuple[str, ...]:
     found = row.blocks + len(row.skipped)
     reason = row.reason or (f"{row.skipped[0][0]} is not routed: {row.skipped[0][1]}" if row.skipped else "")
-    return (row.name, row.kind, f"{row.blocks} of {found}" if found else "–", row.failed or "", row.outcome, reason)
+    routed = f"{row.blocks} of {found}" if found else "–"
+    return (row.name, row.kind, routed, row.failed or "", row.outcome, reason)
 
 
 def _grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(" ".join(c.replace("|", "\\|").split()) for c in line) + " |" for line in lines)
+    clean = ([" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in clean)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Comparison:
 
     def __str__(self) -> str:
         parts = [(n, getattr(self, n)) for n in ("gained", "lost", "changed", "added", "removed")]
-        lines = [f"{name} ({len(rows)})\n" + "\n".join(f"  {r}" for r in rows) for name, rows in parts if rows]
+        lines = ["\n  ".join([f"{name} ({len(rows)})", *rows]) for name, rows in parts if rows]
         return "\n".join(lines) or "nothing changed"
 
 
@@ -112,11 +114,9 @@ def compare(old: CoverageResult, new: CoverageResult) -> Comparison:
         kind = "gained" if b > a else "lost" if b < a else "changed"
         if a != b or (a < limit and _end(before[key]) != _end(after[key])):
             found[kind].append(f"{'/'.join(key)}: {_end(before[key])} -> {_end(after[key])}")
-    return Comparison(
-        *(tuple(sorted(found[k])) for k in ("gained", "lost", "changed")),
-        _names(after.keys() - before.keys()),
-        _names(before.keys() - after.keys()),
-    )
+    gained, lost, changed = (tuple(sorted(found[k])) for k in ("gained", "lost", "changed"))
+    added, removed = _names(after.keys() - before.keys()), _names(before.keys() - after.keys())
+    return Comparison(gained, lost, changed, added, removed)
 
 
 def _progress(row: CoverageRow, limit: int) -> int:

@@ -19,8 +19,8 @@ class CoverageRow:
 
     passed: the stages it passed; failed: the first it did not (None: it passed all); outcome: "passed",
     "refused" (left alone, with a reason), "failed", "wrong", "crashed", "timed out" or "not installed".
-    attends: whether its plain forward holds attention; inferred: whether modpass found its inputs; blocks: how many are routed; skipped: [name, reason] of
-    each candidate that is not.
+    attends: whether its plain forward holds attention; inferred: whether modpass found its inputs; blocks: how many
+    are routed; skipped: [name, reason] of each candidate that is not.
     """
 
     family: str

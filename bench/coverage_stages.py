@@ -14,29 +14,23 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import modpass
+from modpass.bench.coverage_checks import TOLERANCE, AttentionWatch, Wrong, check_equal, floats, gap
 from modpass.bench.coverage_models import Made, make_model, with_inputs
-from modpass.blocks import Blocks
-from modpass.errors import BlockError, InputError, MissingExtraError, ModpassError
+from modpass.blocks import Blocks, locate
+from modpass.errors import BlockError, MissingExtraError, ModpassError
 from modpass.exporters import FixedShape, build_engine, export_onnx, verify
 from modpass.exporters.shapes import example_tensors
 from modpass.inputs import as_named
 from modpass.reference import Setting, routed_reference
 
-__all__ = ["STAGES", "Refused", "Wrong", "run_stages"]
+__all__ = ["STAGES", "Refused", "run_stages"]
 
 STAGES = ("make", "run", "trace", "blocks", "unit", "reference", "onnx", "onnxruntime", "tensorrt")
-TOLERANCE, CAPACITY, CHANGE = 1e-4, 0.25, 1e-3
-_ATTENTION = ("softmax", "attention")
+CAPACITY, CHANGE = 0.25, 1e-3
 
 Report = Callable[[str, Any], None]
-
-
-class Wrong(Exception):
-    """Two things that should be equal are not."""
 
 
 class Refused(Exception):
@@ -118,29 +112,15 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {first}"[:400]
 
 
-class _Watch(TorchDispatchMode):
-    """Notes whether anything attends: a softmax over a tensor of three or more dims."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attends = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if any(a in name for a in _ATTENTION) and isinstance(args[0], Tensor) and args[0].dim() >= 3:
-            self.attends = True
-        return func(*args, **(kwargs or {}))
-
-
 def _run(subject: _Subject) -> None:
     made = subject.made = with_inputs(subject.made)
     subject.inputs = as_named(made.model, made.example_inputs)
-    with torch.no_grad(), _Watch() as watch:
+    with torch.no_grad(), AttentionWatch() as watch:
         output = made.model(**subject.inputs)
     subject.attends = watch.attends
-    if not _floats(output):
+    if not floats(output):
         raise ValueError("its output holds no floating-point tensor")
-    if not all(bool(t.isfinite().any()) for t in _floats(output)):
+    if not all(bool(t.isfinite().any()) for t in floats(output)):
         raise ValueError("its output is not finite with random weights")
 
 
@@ -160,13 +140,12 @@ def _transform(subject: _Subject) -> None:
 def _recorded_blocks() -> Iterator[list[Blocks]]:
     """What the pass found and refused, without tracing the model a second time."""
     found: list[Blocks] = []
-    locate = modpass.transform.locate
 
     def record(traced: Any) -> Blocks:
         found.append(locate(traced))
         return found[-1]
 
-    with mock.patch.object(modpass.transform, "locate", record):
+    with mock.patch("modpass.transform.locate", record):
         yield found
 
 
@@ -184,26 +163,27 @@ def _blocks(subject: _Subject, report: Report) -> None:
 
 
 def _unit(subject: _Subject) -> None:
-    """Every block routed with capacity 1 and weight 1 is the dense model, at the traced sizes and at others."""
+    """With capacity 1 and weight 1 it is the dense model, at the traced sizes and at others."""
     subject.shape = _shape(subject.routed)
     subject.other = example_tensors(subject.routed, subject.shape)
     for inputs in (subject.inputs, _called(subject)):
         with torch.no_grad():
             wanted, found = subject.made.model(**inputs), subject.routed(**inputs)
-        _equal(found, wanted, "the dense model")
+        check_equal(found, wanted, "the dense model")
 
 
 def _reference(subject: _Subject) -> None:
     routed, inputs = subject.routed, _called(subject)
     for block in routed.routed_blocks.values():
         block.capacity, block.gate = CAPACITY, "linear"
-    settings = {n: Setting(b.capacity, b.gate, b.router.weight, b.seq_dim) for n, b in routed.routed_blocks.items()}
+    blocks = routed.routed_blocks
+    settings = {n: Setting(CAPACITY, "linear", b.router.weight, b.seq_dim) for n, b in blocks.items()}
     with torch.no_grad():
         dense, found = subject.made.model(**inputs), routed(**inputs)
         with routed_reference(subject.made.plain, settings) as reference:
             wanted = reference(**inputs)
-    _equal(found, wanted, "the per-token reference")
-    change = max(_gap(a, b) for a, b in zip(_floats(found), _floats(dense), strict=True))
+    check_equal(found, wanted, "the per-token reference")
+    change = max(gap(a, b) for a, b in zip(floats(found), floats(dense), strict=True))
     if change < CHANGE:
         raise Wrong(f"routing changes the output by {change:.2g} only, so that equality says nothing")
 
@@ -233,27 +213,3 @@ def _called(subject: _Subject) -> dict[str, Any]:
     """The inputs of another shape, with the call's constants."""
     constants = {n: v for n, v in subject.inputs.items() if not isinstance(v, Tensor)}
     return {**constants, **subject.other}
-
-
-def _floats(output: Any) -> list[Tensor]:
-    return [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
-
-
-def _equal(found: Any, wanted: Any, what: str) -> None:
-    mine, theirs = _floats(found), _floats(wanted)
-    if len(mine) != len(theirs):
-        raise Wrong(f"{len(mine)} outputs, but {what} has {len(theirs)}")
-    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-        gap = _gap(a, b)
-        if not gap <= TOLERANCE:
-            raise Wrong(f"output {i} is off from {what} by {gap:.2g} of its largest value")
-
-
-def _gap(a: Tensor, b: Tensor) -> float:
-    """The largest difference over the largest finite value; equal infinities differ by nothing."""
-    if a.shape != b.shape:
-        raise InputError(f"shapes {tuple(a.shape)} and {tuple(b.shape)}")
-    difference = torch.where(a == b, torch.zeros_like(a), (a - b).abs())
-    finite = b[b.isfinite()]
-    scale = float(finite.abs().max()) if finite.numel() else 1.0
-    return float(difference.max()) / (scale or 1.0)

@@ -96,7 +96,8 @@ def find_blocks(model: nn.Module | ExportedProgram, example_inputs: Any = None) 
 
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    >>> find_blocks(encoder, (nn.Parameter(Tensor(2, 5, 8)),)).names()
+    >>> import torch
+    >>> find_blocks(encoder, (torch.randn(2, 5, 8),)).names()
     ['layers.0', 'layers.1']
     """
     return locate(capture(model, example_inputs))

@@ -125,8 +125,9 @@ def test_weights_untied_by_the_user_stay_untied(tmp_path: Path) -> None:
     assert torch.equal(loaded.get_parameter("lm_head.weight"), embedding + 1)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "attention"), [(torch.float32, "eager"), (torch.bfloat16, "sdpa"), (torch.float16, "eager")]
+)
 def test_dtype_and_kind_of_attention_are_kept(dtype: torch.dtype, attention: str, tmp_path: Path) -> None:
     # .to casts the rotary frequencies too, which a model built in this dtype keeps in float32.
     routed = modpass.mod_transform(small_llama(attn_implementation=attention).to(dtype), 0.5)

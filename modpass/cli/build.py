@@ -40,9 +40,7 @@ Flavor = Annotated[
 ]
 Capability = Annotated[
     str,
-    typer.Option(
-        "--compute-capability", metavar="X.Y", help="The target GPU: 8.6 Ampere, 8.9 Ada, 12.0 Blackwell."
-    ),
+    typer.Option("--compute-capability", metavar="X.Y", help="The target GPU: 8.6 Ampere, 8.9 Ada, 12.0 Blackwell."),
 ]
 Level = Annotated[
     int | None,

@@ -120,9 +120,7 @@ def command(
 
 
 def _dense(source: Source) -> RoutedModel:
-    return (
-        source.model if isinstance(source.model, RoutedModel) else trace(source.model, source.example_inputs)
-    )
+    return source.model if isinstance(source.model, RoutedModel) else trace(source.model, source.example_inputs)
 
 
 def _check_sizes(model: RoutedModel, shape: FixedShape) -> None:

@@ -83,9 +83,7 @@ def load_source(spec: str, dtype: Dtype = "float32", factory: str | None = None)
 
     wanted = _foreign_class(spec)
     if factory is not None and wanted is None:
-        raise typer.BadParameter(
-            f"'{spec}' is no saved model that needs one; leave it out", param_hint="'--factory'"
-        )
+        raise typer.BadParameter(f"'{spec}' is no saved model that needs one; leave it out", param_hint="'--factory'")
     if factory is None and wanted is not None:
         message = f"'{spec}' was made from {wanted}, which only a function of yours can build; name it"
         raise typer.BadParameter(message, param_hint="'--factory'")

@@ -1,0 +1,258 @@
+"""The coverage run: shrunk configurations, stages, processes that die, and the report."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from modpass.bench import coverage
+from modpass.bench.coverage import CoverageResult, CoverageRow, compare, render
+from modpass.bench.coverage_configs import enliven, shrink, shrunk_value
+from modpass.bench.coverage_inputs import inputs_for
+from modpass.bench.coverage_models import FAMILIES, make_model, model_names
+from modpass.bench.coverage_pool import Job, run_jobs
+from modpass.bench.coverage_stages import STAGES, run_stages
+from modpass.errors import InputError, StateError
+from torch import nn
+
+Report = Callable[[str, Any], None]
+
+
+def stages_of(family: str, name: str, last: str) -> tuple[list[str], dict[str, Any], Any]:
+    """The stages passed, the facts told, and the failure, in this very process."""
+    events: list[tuple[str, Any]] = []
+    threads = torch.get_num_threads()
+    try:
+        run_stages(family, name, last, lambda kind, value: events.append((kind, value)))
+    finally:
+        torch.set_num_threads(threads)
+    passed = [value[0] for kind, value in events if kind == "done"]
+    facts = dict(value for kind, value in events if kind == "fact")
+    return passed, facts, next((value for kind, value in events if kind == "fail"), None)
+
+
+# Models
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "expected"),
+    [
+        (transformers.LlamaConfig, "num_hidden_layers", 4),
+        (transformers.GPT2Config, "n_embd", 64),
+        (transformers.MistralConfig, "num_key_value_heads", 2),
+        (transformers.BertConfig, "vocab_size", 128),
+        (transformers.MixtralConfig, "num_local_experts", 4),
+        (transformers.ViTConfig, "image_size", 64),
+        (transformers.T5Config, "num_decoder_layers", 4),
+    ],
+)
+def test_a_configuration_shrinks_by_what_its_fields_count(config: Any, field: str, expected: int) -> None:
+    assert getattr(shrink(config), field) == expected
+
+
+def test_no_size_grows() -> None:
+    assert shrunk_value("num_hidden_layers", 2) == 2
+    assert shrunk_value("type_vocab_size", 2) == 2
+
+
+def test_special_tokens_stay_inside_the_shrunk_vocabulary() -> None:
+    config = shrink(transformers.Qwen2VLConfig)
+    assert config.image_token_id < config.text_config.vocab_size
+
+
+def test_a_layer_of_each_kind_is_kept() -> None:
+    config = shrink(transformers.Gemma3TextConfig)
+    assert set(config.layer_types) == {"sliding_attention", "full_attention"}
+    assert len(config.layer_types) == config.num_hidden_layers == 4
+
+
+def test_key_heads_stay_as_many_as_query_heads_where_they_were() -> None:
+    config = shrink(transformers.LlamaConfig)
+    assert config.num_key_value_heads == config.num_attention_heads
+
+
+def test_enlivened_weights_repeat_and_leave_no_block_without_effect() -> None:
+    a, b = enliven(nn.Linear(8, 8)), enliven(nn.Linear(8, 8))
+    assert torch.equal(a.weight, b.weight)  # type: ignore[arg-type]
+    scale = nn.Module()
+    scale.gamma = nn.Parameter(torch.full((8,), 1e-5))
+    enliven(scale)
+    assert scale.gamma.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_has_models_under_unique_names(family: str) -> None:
+    names = model_names(family)
+    assert names
+    assert all(isinstance(kind, str) and kind for kind in names.values())
+
+
+def test_an_unknown_family_is_refused() -> None:
+    with pytest.raises(InputError, match="there is no family 'fish'; there are: causal-lm, encoder, image"):
+        model_names("fish")
+
+
+def test_a_model_is_the_same_each_time() -> None:
+    one, two = (make_model("encoder", "bert").model.state_dict() for _ in range(2))
+    assert all(torch.equal(one[n], two[n]) for n in one)
+
+
+def test_speech_inputs_are_found_by_trying_layouts() -> None:
+    named = inputs_for(make_model("encoder-decoder", "whisper").model)
+    assert named is not None
+    assert set(named) == {"input_features", "decoder_input_ids"}
+
+
+# Stages
+
+
+def test_a_decoder_passes_up_to_onnxruntime() -> None:
+    passed, facts, failure = stages_of("causal-lm", "gpt2", "onnxruntime")
+    assert failure is None
+    assert passed == list(STAGES[: STAGES.index("onnxruntime") + 1])
+    assert facts == {"attends": True, "inferred": True, "blocks": 4, "skipped": []}
+
+
+def test_a_convolutional_net_is_refused_with_the_reason() -> None:
+    passed, facts, failure = stages_of("image", "mobilenet_v1", "reference")
+    assert passed[:2] == ["make", "run"]
+    assert facts["attends"] is False
+    assert failure == ("blocks", "refused", "no attention in it")
+
+
+def test_a_package_that_is_not_installed_is_told() -> None:
+    _, _, failure = stages_of("image", "timm_wrapper", "reference")
+    assert failure[:2] == ("make", "not installed")
+    assert "timm" in failure[2]
+
+
+def test_a_model_that_computes_something_else_is_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from modpass.routing import RoutedBlock
+
+    monkeypatch.setattr(RoutedBlock, "combine", lambda self, x, y, scores: x)
+    passed, _, failure = stages_of("other", "torch-encoder", "reference")
+    assert passed == ["make", "run", "trace", "blocks"]
+    assert failure[:2] == ("unit", "wrong")
+    assert failure[2].startswith("output 0 is off from the dense model by")
+
+
+# Processes: the works below run in a child
+
+
+def fine(report: Report) -> None:
+    report("start", "make")
+    report("done", ("make", 0.5))
+    report("fact", ("skipped", [["layers.0", "a scan"]]))
+
+
+def hangs(report: Report) -> None:
+    report("start", "trace")
+    time.sleep(600)
+
+
+def dies(report: Report) -> None:
+    report("start", "onnx")
+    os.write(2, b"terminate called: what(): out of luck\n")
+    os.abort()
+
+
+def raises(report: Report) -> None:
+    report("start", "unit")
+    raise RuntimeError("a bug of the stages")
+
+
+def test_a_process_that_hangs_or_dies_becomes_a_row_and_the_run_goes_on() -> None:
+    works = {"hangs": hangs, "dies": dies, "raises": raises, "fine": fine}
+    jobs = [Job(CoverageRow("other", name, "Stand-in"), work) for name, work in works.items()]
+    rows = {row.name: row for row in run_jobs(jobs, 2, 30.0 if os.environ.get("CI") else 15.0)}
+    assert set(rows) == set(works)
+    assert (rows["hangs"].outcome, rows["hangs"].failed) == ("timed out", "trace")
+    assert rows["hangs"].reason.startswith("no end within")
+    assert (rows["dies"].outcome, rows["dies"].failed) == ("crashed", "onnx")
+    assert "signal 6" in rows["dies"].reason
+    assert "out of luck" in rows["dies"].reason
+    assert (rows["raises"].outcome, rows["raises"].failed) == ("crashed", "unit")
+    assert "a bug of the stages" in rows["raises"].reason
+    assert rows["fine"].failed is None
+    assert rows["fine"].passed == ("make",)
+    assert rows["fine"].skipped == (("layers.0", "a scan"),)
+
+
+@pytest.mark.slow
+def test_a_run_measures_each_model_in_its_own_process() -> None:
+    result = coverage.run("other", ["torch-encoder", "torch-transformer"], last="unit", progress=False)
+    assert [r.name for r in result.rows] == ["torch-encoder", "torch-transformer"]
+    assert all(r.failed is None and r.reached("unit") and r.blocks for r in result.rows)
+    assert "torch" in result.versions
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"only": ["lama"]}, "there is no architecture 'lama' in causal-lm"),
+        ({"last": "moon"}, "there is no stage 'moon'; there are: make, run, trace"),
+        ({"jobs": 0}, "jobs is 0 and timeout_s 300; both must be positive"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_anything_runs(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        coverage.run("causal-lm", **options)
+
+
+# Report
+
+ROUTED = CoverageRow("causal-lm", "a", "A", STAGES, attends=True, blocks=4, seconds={"make": 0.1})
+HALF = CoverageRow(
+    "causal-lm", "b", "B", STAGES[:5], "reference", "wrong", "off by 0.3 | more", True, True, 3, (("l.0", "a scan"),)
+)
+CONVOLVES = CoverageRow("causal-lm", "c", "C", STAGES[:3], "blocks", "refused", "no attention in it", False)
+RESULT = CoverageResult((ROUTED, HALF, CONVOLVES), versions={"torch": "2.0"})
+
+
+def test_the_report_counts_stages_and_gives_each_model_its_reason() -> None:
+    text = render(RESULT)
+    assert "| causal-lm | 3 | 3 | 3 | 2 | 2 | 1 | 1 | 1 | 1 | 1 of 2 (50%) |" in text
+    assert "| b | B | 3 of 4 | reference | wrong | off by 0.3 \\| more |" in text
+    assert "| c | C | – | blocks | refused | no attention in it |" in text
+    assert "torch 2.0" in text
+
+
+def test_the_report_shows_only_the_stages_that_ran() -> None:
+    text = render(CoverageResult((ROUTED,), last="unit"))
+    assert "| family | make | run | trace | blocks | unit | of those" in text
+    assert "tensorrt" not in text
+
+
+def test_a_result_survives_json(tmp_path: Path) -> None:
+    file = tmp_path / "coverage.json"
+    file.write_text(RESULT.to_json())
+    assert CoverageResult.from_json(file.read_text()) == RESULT
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"rows": [{"name": 1}], "last": "unit", "versions": {}}'])
+def test_json_of_something_else_is_refused(text: str) -> None:
+    with pytest.raises(StateError, match="this is no coverage result"):
+        CoverageResult.from_json(text)
+
+
+def test_two_runs_compare_model_by_model() -> None:
+    better = CoverageRow("causal-lm", "b", "B", STAGES, attends=True, blocks=4)
+    worse = CoverageRow("causal-lm", "a", "A", STAGES[:2], "trace", "refused", "a guard")
+    other = CoverageRow("causal-lm", "c", "C", STAGES[:3], "blocks", "refused", "another reason")
+    found = compare(RESULT, CoverageResult((better, worse, other, CoverageRow("image", "d", "D"))))
+    assert found.gained == ("causal-lm/b: wrong at reference: off by 0.3 | more -> passed",)
+    assert found.lost == ("causal-lm/a: passed -> refused at trace: a guard",)
+    assert found.changed[0].endswith("no attention in it -> refused at blocks: another reason")
+    assert (found.added, found.removed) == (("image/d",), ())
+    assert "gained (1)\n  causal-lm/b" in str(found)
+
+
+def test_a_shorter_run_is_compared_up_to_its_last_stage() -> None:
+    short = CoverageResult((CoverageRow("causal-lm", "a", "A", STAGES[:5]),), last="unit")
+    assert str(compare(short, CoverageResult((ROUTED,)))) == "nothing changed"
