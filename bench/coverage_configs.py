@@ -176,7 +176,7 @@ def _rotary(defaults: Mapping[str, Any]) -> dict[str, Any]:
 def enliven(model: nn.Module, seed: int = 0) -> nn.Module:
     """Draw every weight matrix anew, large enough that each token and each block matters to the output.
 
-    >>> float(enliven(nn.Linear(64, 64)).weight.std()) > 0.1
+    >>> float(enliven(nn.Linear(64, 64)).weight.detach().std()) > 0.1
     True
     """
     generator = torch.Generator().manual_seed(seed)

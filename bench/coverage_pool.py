@@ -128,7 +128,7 @@ def _code(code: int) -> str:
 def _last_words(log: Path) -> str:
     text = log.read_text(errors="replace") if log.exists() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if "error" in line.lower() or "what()" in line or "Fatal" in line]
+    told = [line for line in lines if "what()" in line] or [line for line in lines if "error" in line.lower()]
     return (told or lines or ["it said nothing"])[-1][:300]
 
 

@@ -141,15 +141,17 @@ def _lower(model: RoutedModel, tensors: Mapping[str, Tensor], opset: int) -> ir.
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the exporter's notes on its own workings off the user's terminal."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
+    logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
 
 
 def _name_values(graph: ir.Model, model: RoutedModel, inputs: list[str]) -> None:

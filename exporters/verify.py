@@ -149,12 +149,18 @@ def _in_onnxruntime(path: str | os.PathLike[str], given: Mapping[str, Tensor], e
     finally:
         temporary.unlink(missing_ok=True)
     types = {i.name: i.type for i in run.get_inputs()}
-    feed = {n: given[n].half().numpy() if types[n] == "tensor(float16)" else given[n].numpy() for n in types}
+    feed = {n: _array(given[n], types[n]) for n in types}
     names = [o.name for o in run.get_outputs()]
     try:
         return dict(zip(names, run.run(names, feed), strict=True))
     except Exception as e:
         raise VerificationError(f"ONNX Runtime cannot run '{path}': {e}") from e
+
+
+def _array(tensor: Tensor, kind: str) -> Array:
+    if kind == "tensor(float16)":
+        return tensor.half().numpy()
+    return tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def _difference(name: str, wanted: Tensor, found: Array) -> Difference:

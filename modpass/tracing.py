@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
+from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from modpass.calling import Call, parameter_names
@@ -51,7 +52,7 @@ def capture(model: nn.Module | ExportedProgram, example_inputs: Any = None) -> T
             "or an fx.GraphModule"
         )
     named = widen(as_named(model, example_inputs))
-    program = export_program(model, (), named)
+    program = export_program(_Stepwise(model) if isinstance(model, fx.GraphModule) else model, (), named)
     call = _call(model, named)
     if program.call_spec.out_spec is None:
         raise TraceError(f"torch.export recorded no output structure for {type(model).__name__}")
@@ -105,6 +106,26 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _mutates(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
+
+
+class _Stepwise(nn.Module):
+    """Runs a traced graph node by node, so that the module paths it recorded survive another trace."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        super().__init__()
+        for slot in ("_parameters", "_buffers", "_modules"):
+            object.__setattr__(self, slot, dict(getattr(graph_module, slot)))
+        self._non_persistent_buffers_set = set(graph_module._non_persistent_buffers_set)
+        signature = inspect.signature(graph_module.forward)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            with preserve_node_meta():
+                return fx.Interpreter(graph_module).run(*bound.arguments.values())
+
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+        object.__setattr__(self, "forward", forward)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from modpass.functional import check_capacity
 from modpass.model import Info, InputSpec, RoutedModel
 from modpass.rewrite import Body, drop_inputs, outline, replace_call, splice, switch_dropout
 from modpass.routing import Gate, RoutedBlock, Selection, choose_option
-from modpass.symbols import shape_of, value_of
+from modpass.symbols import expr_of, shape_of, value_of
 from modpass.tracing import Traced, capture
 
 __all__ = ["mod_transform", "trace"]
@@ -304,10 +304,13 @@ def _info(traced: Traced, found: Blocks, settings: dict[str, Any]) -> Info:
     placeholders = [n for n in traced.graph_module.graph.nodes if n.op == "placeholder"]
     examples = pytree.tree_leaves(list(traced.examples.values()))
     names = _size_names(placeholders, found)
+    batch = next((e for e, n in names.items() if n == "batch"), None)
+    sizes = [size for n in placeholders for size in getattr(value_of(n), "shape", ())]
+    rows = next((size.node.hint for size in sizes if batch is not None and expr_of(size) == batch), None)
     inputs = []
     for node, example in zip(placeholders, examples, strict=True):
         value = value_of(node)
-        _same_batch(value, names)
+        _same_batch(value, names, rows)
         if isinstance(value, Tensor):
             dims = tuple(
                 int(e) if e.is_Integer else names.setdefault(e, f"{node.target}.{i}")
@@ -318,22 +321,24 @@ def _info(traced: Traced, found: Blocks, settings: dict[str, Any]) -> Info:
 
 
 def _size_names(placeholders: list[fx.Node], found: Blocks) -> dict[Any, str]:
+    """Names of the free sizes: those of the first block's stream, or of the first input's first two dims."""
     sizes = next((b.analysis.sizes for b in found if b.reopened is None), None)
     if sizes is not None:
         return {sizes.sequence: "sequence", sizes.batch: "batch"}
-    free = [e for n in placeholders for e in shape_of(value_of(n))[:2] if e.is_Symbol]
-    first = placeholders[0] if placeholders else None
-    batch = shape_of(value_of(first))[:1] if first is not None else ()
-    names = {e: "batch" for e in batch if e.is_Symbol}
-    rest = [e for e in free if e not in names]
-    return names | ({rest[0]: "sequence"} if rest else {})
+    first = shape_of(value_of(placeholders[0]))[:2] if placeholders else ()
+    return {e: name for e, name in zip(first, ("batch", "sequence"), strict=False) if e.is_Symbol}
 
 
-def _same_batch(value: Any, names: dict[Any, str]) -> None:
-    """Let an input whose batch merely broadcasts (a mask) share the batch's name."""
+def _same_batch(value: Any, names: dict[Any, str], rows: int | None) -> None:
+    """Let an input whose batch merely broadcasts (a mask) share the batch's name, told by its example size."""
     batch = next((e for e, n in names.items() if n == "batch"), None)
-    if batch is not None and isinstance(value, Tensor) and value.dim() and shape_of(value)[0].is_Symbol:
-        names.setdefault(shape_of(value)[0], "batch")
+    shape = shape_of(value)
+    if batch is None or batch in shape or not isinstance(value, Tensor):
+        return
+    hints = {e: size.node.hint for e, size in zip(shape, value.shape, strict=True) if e.is_Symbol}
+    alike = [e for e in shape[:2] if e in hints and hints[e] == rows and e not in names]
+    if alike:
+        names[alike[0]] = "batch"
 
 
 def _output_names(spec: pytree.TreeSpec) -> tuple[str, ...]:
@@ -351,6 +356,8 @@ def _output_names(spec: pytree.TreeSpec) -> tuple[str, ...]:
 
 def _source(traced: Traced) -> dict[str, Any]:
     """How to build the dense model again: a Hugging Face class and configuration, where it has one."""
+    if isinstance(traced.module, RoutedModel):
+        return traced.module.info.source
     config = getattr(traced.module, "config", None)
     if config is not None and hasattr(config, "to_dict"):
         return {"kind": "huggingface", "class": type(traced.module).__name__, "config": config.to_dict()}

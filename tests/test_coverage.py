@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
+
 from modpass.bench import coverage
 from modpass.bench.coverage import CoverageResult, CoverageRow, compare, render
 from modpass.bench.coverage_configs import enliven, shrink, shrunk_value
@@ -19,7 +21,6 @@ from modpass.bench.coverage_models import FAMILIES, make_model, model_names
 from modpass.bench.coverage_pool import Job, run_jobs
 from modpass.bench.coverage_stages import STAGES, run_stages
 from modpass.errors import InputError, StateError
-from torch import nn
 
 Report = Callable[[str, Any], None]
 

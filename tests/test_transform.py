@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import modpass
 from modpass.reference import Setting, routed_reference
-from tests.zoo import ZOO, first, make
+from tests.zoo import ZOO, Decoder, first, make, tokens
 
 
 def inputs_of(name: str, B: int, S: int, side: str = "none") -> dict[str, Any]:
@@ -204,3 +204,28 @@ def test_an_exported_program_is_transformed_like_its_module(kind: str) -> None:
     inputs = inputs_of("llama", 3, 18, "left")
     with torch.no_grad():
         assert relative(routed(**inputs).logits, expected(**inputs).logits) < 1e-5
+
+
+class PlainAttention(nn.Module):
+    """Attention that ``symbolic_trace`` can follow."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.drop(torch.softmax(self.q(x) @ self.k(x).transpose(1, 2) / 7, -1))
+        return scores @ self.v(x)
+
+
+def test_a_symbolically_traced_module_is_transformed_like_its_original() -> None:
+    model = Decoder(PlainAttention).eval()
+    graph_module = torch.fx.symbolic_trace(model)
+    assert {n.op for n in graph_module.graph.nodes} >= {"call_module", "call_method", "call_function"}
+    routed = modpass.mod_transform(graph_module, 0.5, example_inputs=(tokens(2, 11),))
+    assert list(routed.routed_blocks) == ["blocks.1", "blocks.3"]
+    assert set(routed.state_dict()) - set(model.state_dict()) == {f"blocks.{i}.router.weight" for i in (1, 3)}
+    ids = tokens(3, 14)
+    with torch.no_grad(), routed_reference(model, settings_of(routed)) as reference:
+        assert relative(routed(ids), reference(ids)) < 1e-4
