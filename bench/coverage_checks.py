@@ -63,7 +63,7 @@ def check_equal(found: Any, wanted: Any, what: str) -> None:
 
 
 def gap(a: Tensor, b: Tensor) -> float:
-    """The largest difference over the largest finite value; equal infinities differ by nothing.
+    """The largest difference over the largest finite value; equal infinities, and two NaN, differ by nothing.
 
     Raises:
         Wrong: the shapes differ.
@@ -73,7 +73,8 @@ def gap(a: Tensor, b: Tensor) -> float:
     """
     if a.shape != b.shape:
         raise Wrong(f"a tensor is {list(a.shape)} in place of {list(b.shape)}")
-    difference = torch.where(a == b, torch.zeros_like(a), (a - b).abs())
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = torch.where(same, torch.zeros_like(a), (a - b).abs())
     finite = b[b.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 1.0
     return float(difference.max()) / (scale or 1.0)

@@ -95,7 +95,7 @@ def _stage(stage: str, subject: Any, family: str, name: str, report: Report, fol
 
 
 def _outcome(error: Exception, stage: str) -> str:
-    """ "wrong" and "failed" are faults; "refused" is an answer with a reason."""
+    """Tell faults ("wrong", "failed") from an answer with a reason ("refused")."""
     if isinstance(error, Wrong):
         return "wrong"
     if isinstance(error, MissingExtraError | ImportError):
@@ -164,16 +164,28 @@ def _blocks(subject: _Subject, report: Report) -> None:
 
 def _unit(subject: _Subject) -> None:
     """With capacity 1 and weight 1 it is the dense model, at the traced sizes and at others."""
-    subject.shape = _shape(subject.routed)
-    subject.other = example_tensors(subject.routed, subject.shape)
-    for inputs in (subject.inputs, _called(subject)):
+    subject.shape, subject.other = _other_inputs(subject)
+    for inputs in (subject.inputs, _called(subject, subject.other)):
         with torch.no_grad():
             wanted, found = subject.made.model(**inputs), subject.routed(**inputs)
         check_equal(found, wanted, "the dense model")
 
 
+def _other_inputs(subject: _Subject) -> tuple[FixedShape, dict[str, Tensor]]:
+    """Inputs of other sizes than the traced ones; of the same sizes if the model itself takes no others."""
+    shape = _shape(subject.routed, 3, 29)
+    try:
+        tensors = example_tensors(subject.routed, shape)
+        with torch.no_grad():
+            subject.made.model(**_called(subject, tensors))
+    except Exception:  # the plain model's own refusal of these sizes, of any kind
+        shape = _shape(subject.routed, None, None)
+        tensors = example_tensors(subject.routed, shape)
+    return shape, tensors
+
+
 def _reference(subject: _Subject) -> None:
-    routed, inputs = subject.routed, _called(subject)
+    routed, inputs = subject.routed, _called(subject, subject.other)
     for block in routed.routed_blocks.values():
         block.capacity, block.gate = CAPACITY, "linear"
     blocks = routed.routed_blocks
@@ -197,19 +209,17 @@ def _check(report: Any) -> None:
             raise Wrong(f"ONNX Runtime: block '{block}' chooses {share:.0%} of the same tokens")
 
 
-def _shape(routed: modpass.RoutedModel) -> FixedShape:
-    """Sizes other than the traced ones: batch 3, sequence 29, and the traced size of any other free dim."""
-    free = {
-        d: s.example.shape[i]
-        for s in routed.inputs
-        for i, d in enumerate(s.dims)
-        if isinstance(d, str) and s.example is not None
-    }
-    others = {d: int(size) for d, size in free.items() if d not in ("batch", "sequence")}
-    return FixedShape(3, 29 if "sequence" in free else None, others)
+def _shape(routed: modpass.RoutedModel, batch: int | None, sequence: int | None) -> FixedShape:
+    """The traced size of every free dim, but for the batch and the sequence where they are given."""
+    sizes: dict[str, int] = {}
+    for spec in routed.inputs:
+        traced = spec.example.shape if spec.example is not None else ()
+        sizes |= {d: int(size) for d, size in zip(spec.dims, traced, strict=False) if isinstance(d, str)}
+    rows, tokens = sizes.pop("batch", 1), sizes.pop("sequence", None)
+    return FixedShape(batch or rows, tokens and (sequence or tokens), sizes)
 
 
-def _called(subject: _Subject) -> dict[str, Any]:
-    """The inputs of another shape, with the call's constants."""
+def _called(subject: _Subject, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The inputs of a call: these tensors and the call's constants."""
     constants = {n: v for n, v in subject.inputs.items() if not isinstance(v, Tensor)}
-    return {**constants, **subject.other}
+    return {**constants, **tensors}

@@ -60,6 +60,7 @@ def demo(folder: Path, model: str = MODEL, sequence: int = SEQUENCE, plan: Plan 
         plan or Plan(warmup=1, repeats=5),
         source=source,
         workdir=folder / "bench",
+        command="make demo",
         progress=tell,
     )
     console.print(table(result))

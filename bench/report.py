@@ -6,6 +6,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -25,13 +26,22 @@ def table(result: Result) -> Table:
 
     Efficiency is the share of the ideal speed-up that was reached; in brackets are quartiles.
     """
-    grid = Table(title=_title(result), caption=_machine(result), title_justify="left", caption_justify="left")
-    for heading in HEADINGS:
-        grid.add_column(heading, overflow="fold", no_wrap=heading == "runner")
+    title = f"{_title(result)}; ideal {result.ideal:.2f}×"
+    grid = Table(title=title, caption=_machine(result), title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+    for heading in ("runner", "efficiency", "speed-up", "dense, routed ms", "note"):
+        grid.add_column(heading, overflow="fold", no_wrap=heading != "note")
     for row in result.rows:
         # As Text: a reason may hold brackets, which rich would take for markup.
-        grid.add_row(*map(Text, _cells(result, row)))
+        grid.add_row(*map(Text, _narrow_cells(result, row)))
     return grid
+
+
+def _narrow_cells(result: Result, row: Row) -> tuple[str, ...]:
+    """The same figures in two lines a row, so that they fit a terminal of 80 columns."""
+    runner, efficiency, ratio, _, dense, routed, peak, note = _cells(result, row)
+    if row.ratio is None:
+        return (runner, efficiency, ratio, dense, note)
+    return (runner, efficiency, ratio.replace(" ", "\n", 1), f"{dense}\n{routed}", f"peak {peak}; {note}")
 
 
 def markdown(result: Result, plot: str | None = None) -> str:

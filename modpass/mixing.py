@@ -189,8 +189,13 @@ def _cuts(node: fx.Node, carries: Carries) -> Reason:
         before, after = shape_of(_tensor(node))[dim], shape_of(value_of(node))[dim]
         dropped = before - after
         # Keys that were appended beside the tokens may be dropped again.
-        if before == after or (dropped.is_Integer and carries(after) and _argument(node, "start", 0) == 0 and dropped > 0
-                               and sum(map(carries, shape_of(_tensor(node)))) > 1):
+        if before == after or (
+            dropped.is_Integer
+            and carries(after)
+            and _argument(node, "start", 0) == 0
+            and dropped > 0
+            and sum(map(carries, shape_of(_tensor(node)))) > 1
+        ):
             return None
     return f"{node.target} takes the sequence apart"
 

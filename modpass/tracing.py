@@ -160,7 +160,7 @@ def _experts_per_token(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """Trace the plain forward of a Hugging Face model, also where ``use_cache`` is a setting alone."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     before = [(c, c.use_cache) for c in {id(c): c for c in (config, text)}.values() if hasattr(c, "use_cache")]
     for c, _ in before:

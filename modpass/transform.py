@@ -305,7 +305,7 @@ def _info(traced: Traced, found: Blocks, settings: dict[str, Any]) -> Info:
     examples = pytree.tree_leaves(list(traced.examples.values()))
     names = _size_names(placeholders, found)
     batch = next((e for e, n in names.items() if n == "batch"), None)
-    sizes = [size for n in placeholders for size in getattr(value_of(n), "shape", ())]
+    sizes: list[Any] = [size for n in placeholders for size in getattr(value_of(n), "shape", ())]
     rows = next((size.node.hint for size in sizes if batch is not None and expr_of(size) == batch), None)
     inputs = []
     for node, example in zip(placeholders, examples, strict=True):
@@ -335,7 +335,8 @@ def _same_batch(value: Any, names: dict[Any, str], rows: int | None) -> None:
     shape = shape_of(value)
     if batch is None or batch in shape or not isinstance(value, Tensor):
         return
-    hints = {e: size.node.hint for e, size in zip(shape, value.shape, strict=True) if e.is_Symbol}
+    given: Any = value.shape
+    hints = {e: size.node.hint for e, size in zip(shape, given, strict=True) if e.is_Symbol}
     alike = [e for e in shape[:2] if e in hints and hints[e] == rows and e not in names]
     if alike:
         names[alike[0]] = "batch"

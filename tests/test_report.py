@@ -47,7 +47,8 @@ class TestReport:
         console.print(table(result))
         text = console.export_text()
         assert "80%" in text
-        assert "2.00× [1.80, 2.00]" in text
+        assert "2.00×" in text
+        assert "[1.80, 2.00]" in text
         assert "skipped: no CUDA provider; pip install 'modpass[gpu]'" in text
         assert "failed: BuildError: a | b" in text
         assert "Some CPU, 2 cores, 1 threads; GPU: none" in text
