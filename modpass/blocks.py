@@ -21,6 +21,9 @@ from modpass.tracing import Traced, capture
 __all__ = ["Block", "Blocks", "Skipped", "find_blocks", "locate"]
 
 
+_PRODUCTS = {"linear", "matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "conv1d", "scaled_dot_product_attention"}
+
+
 @dataclass(frozen=True)
 class Block:
     """A block that can be routed: its module path, class name, and what the analysis found."""
@@ -181,16 +184,24 @@ def _candidates(graph: fx.Graph) -> list[_Module]:
 
 
 def _contains_blocks(module: _Module, others: list[_Module]) -> bool:
+    """Whether it is a container: it holds alike residual modules, and they hold whatever attention it has."""
+    attends = _attends(module)
     kinds: dict[str, int] = defaultdict(int)
     for other in others:
-        if other.is_inside(module):
+        if other.is_inside(module) and (_attends(other) or not attends):
             kinds[other.kind] += 1
     return any(count > 1 for count in kinds.values())
+
+
+def _attends(module: _Module) -> bool:
+    return any("softmax" in name_of(n) or name_of(n) == "scaled_dot_product_attention" for n in module.nodes)
 
 
 def _has_residual(module: _Module) -> bool:
     """Whether it sums two values of its output's shape, one of them made outside or by another sum."""
     inside = set(module.nodes)
+    if not any(name_of(n) in _PRODUCTS for n in module.nodes):
+        return False  # without a product there is nothing to save
     outputs = {shape_of(value_of(n)) for n in module.nodes if any(u not in inside for u in n.users)}
     return any(
         name_of(n) in ("add", "add_")

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from modpass.analysis import Analysis, Refusal, analyse
 from modpass.errors import TraceError
+from modpass.mixing import name_of
 from modpass.rewrite import normalise
 from modpass.symbols import value_of
 from modpass.tracing import Traced, export_program
@@ -111,15 +112,25 @@ class Reopener:
 
 
 class _Recorder(fx.Interpreter):
+    """Runs a graph without dropout and keeps every tensor."""
+
     def __init__(self, graph_module: fx.GraphModule) -> None:
         super().__init__(graph_module)
         self.values: dict[fx.Node, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+        # The trace may be one of training, but the calls were recorded without dropout.
+        dropped = name_of(n) == "dropout"
+        result = self.fetch_args_kwargs_from_env(n)[0][0] if dropped else super().run_node(n)
         if isinstance(result, Tensor) and isinstance(value_of(n), Tensor):
             self.values[n] = result
         return result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten.scaled_dot_product_attention.default:
+            names = [a.name for a in target._schema.arguments]
+            args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs, "dropout_p": 0.0}
+        return super().call_function(target, args, kwargs)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import modpass
@@ -107,6 +108,77 @@ def test_the_table_names_blocks_streams_and_side_inputs() -> None:
     refused = str(modpass.find_blocks(Decoder(Convolution), (tokens(2, 11),)))
     assert "refused" in refused
     assert "convolves over tokens" in refused
+
+
+def test_a_vision_transformer_with_dropout_is_reopened_too() -> None:
+    config = transformers.ViTConfig(
+        hidden_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=80,
+        image_size=32,
+        patch_size=8,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+    )
+    routed = modpass.mod_transform(transformers.ViTModel(config).eval(), 0.5)
+    assert [n.rpartition(".")[2] for n in routed.routed_blocks] == ["1", "3"]
+    with torch.no_grad():
+        routed.train()
+        x = torch.randn(2, 3, 32, 32)
+        assert not torch.equal(routed(x).last_hidden_state, routed(x).last_hidden_state)
+
+
+class ManyFeedForwards(nn.Module):
+    """A layer whose feed-forward parts repeat and are residual themselves, beside one attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = InnerRotaryAttention(48, 4)
+        self.parts = nn.ModuleList(FeedForward() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(x).relu()
+
+
+def test_a_layer_with_attention_is_the_block_not_its_repeated_feed_forwards() -> None:
+    model = nn.Sequential(*(ManyFeedForwards() for _ in range(3)))
+    assert modpass.find_blocks(model, (torch.randn(2, 9, 48),)).names() == ["0", "1", "2"]
+
+
+class AddsTables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(48))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y * self.scale
+
+
+def test_a_repeated_sum_without_a_product_is_no_block() -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sums = nn.ModuleList(AddsTables() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for part in self.sums:
+                x = part(x, x.sin())
+            return x
+
+    assert len(modpass.find_blocks(Sums(), (torch.randn(2, 9, 48),))) == 0
 
 
 def test_finding_changes_nothing() -> None:
