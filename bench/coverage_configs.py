@@ -93,7 +93,7 @@ def shrink(cls: Any, **given: Any) -> Any:
     small |= _layers(plain, defaults, values) | _grouped_heads(defaults, small)
     small |= _image(defaults) | _rotary(defaults)
     small |= dict(_sub_configs(cls, plain))
-    return cls(**(small | overrides_for(cls.model_type) | given))
+    return cls(**(small | overrides_for(cls.model_type) | overrides_for(cls.__name__) | given))
 
 
 def _defaults(cls: Any) -> Iterator[tuple[str, Any]]:

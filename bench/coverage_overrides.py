@@ -34,6 +34,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "shieldgemma2": {"yes_token_index": 3, "no_token_index": 4},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    # read by its own code, declared by no field
+    "DbrxAttentionConfig": {"rope_theta": 1e4, "kv_n_heads": 2},
     # one language must be the default
     "xmod": {"default_language": "en_XX"},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
@@ -42,7 +44,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def overrides_for(name: str) -> dict[str, Any]:
-    """The fields to set for a model type, or for one of its classes; empty for nearly all.
+    """The fields to set for a model type, or for one of its model or configuration classes; empty for nearly all.
 
     >>> overrides_for("llama")
     {}

@@ -55,6 +55,8 @@ _MOVES = {
     "half",
     "repeat",
     "repeat_interleave",
+    "view_as_complex",
+    "view_as_real",
     "cat",
     "stack",
     "concat",

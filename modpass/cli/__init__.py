@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from modpass.cli import bench, build, export, inspect, transform
+from modpass.cli import bench, build, coverage, export, inspect, transform
 from modpass.errors import ModpassError
 from modpass.version import __version__
 
@@ -40,6 +40,7 @@ app.command("transform")(transform.command)
 app.command("export")(export.command)
 app.command("build")(build.command)
 app.command("bench")(bench.command)
+app.command("coverage")(coverage.command)
 
 
 def _version(wanted: bool) -> None:
