@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -12,8 +15,9 @@ from modpass.bench.coverage_pool import Job, run_jobs
 from modpass.bench.coverage_report import Comparison, compare, render
 from modpass.bench.coverage_result import CoverageResult, CoverageRow
 from modpass.bench.coverage_stages import STAGES, run_stages
-from modpass.errors import InputError
+from modpass.errors import InputError, StateError
 from modpass.exporters.manifest import versions
+from modpass.files import whole_file
 
 __all__ = ["Comparison", "CoverageResult", "CoverageRow", "compare", "render", "run"]
 
@@ -28,6 +32,7 @@ def run(
     timeout_s: float = 300.0,
     last: str = STAGES[-1],
     progress: bool = True,
+    record: str | os.PathLike[str] | None = None,
 ) -> CoverageResult:
     """Put every architecture of a family through the stages, each in a process of its own.
 
@@ -38,9 +43,12 @@ def run(
         timeout_s: seconds for one model, all stages together.
         last: the stage after which to stop.
         progress: show a bar on the error stream.
+        record: a JSON file that holds the rows as they come; a row that it already holds is not measured again,
+            so that an interrupted run goes on where it was.
 
     Raises:
         InputError: there is no such family, architecture or stage, or a number is too small.
+        StateError: ``record`` is no coverage result, or one of a run to another stage.
 
     >>> run("other", jobs=0)
     Traceback (most recent call last):
@@ -51,16 +59,37 @@ def run(
     if jobs < 1 or timeout_s <= 0:
         raise InputError(f"jobs is {jobs} and timeout_s {timeout_s:g}; both must be positive")
     wanted = _wanted(FAMILIES if family is None else (family,), None if only is None else list(only))
-    work = [Job(row, run_stages, (row.family, row.name, last)) for row in wanted]
-    rows = []
+    order = {(r.family, r.name): i for i, r in enumerate(wanted)}
+    done = _Record(None if record is None else Path(record), last)
+    work = [Job(r, run_stages, (r.family, r.name, last)) for r in wanted if not done.holds(r)]
     with _bar(progress) as bar:
         task = bar.add_task("", total=len(work))
         for row in run_jobs(work, jobs, timeout_s, _PRELOAD):
-            rows.append(row)
+            done.add(row)
             bar.update(task, advance=1, description=row.name)
-    order = {(r.family, r.name): i for i, r in enumerate(wanted)}
-    rows.sort(key=lambda r: order[r.family, r.name])
-    return CoverageResult(tuple(rows), last, versions("transformers"))
+    rows = [r for r in done.result.rows if (r.family, r.name) in order]
+    return replace(done.result, rows=tuple(sorted(rows, key=lambda r: order[r.family, r.name])))
+
+
+class _Record:
+    """The rows so far, kept in a file where one is given."""
+
+    def __init__(self, path: Path | None, last: str) -> None:
+        self.path = path
+        self.result = CoverageResult((), last, versions("transformers"))
+        if path is not None and path.exists():
+            self.result = CoverageResult.from_json(path.read_text())
+            if self.result.last != last:
+                raise StateError(f"'{path}' holds a run up to the stage '{self.result.last}', not '{last}'")
+
+    def holds(self, row: CoverageRow) -> bool:
+        return any((r.family, r.name) == (row.family, row.name) for r in self.result.rows)
+
+    def add(self, row: CoverageRow) -> None:
+        self.result = replace(self.result, rows=(*self.result.rows, row))
+        if self.path is not None:
+            with whole_file(self.path) as temporary:
+                temporary.write_text(self.result.to_json())
 
 
 def _wanted(families: Iterable[str], only: list[str] | None) -> list[CoverageRow]:

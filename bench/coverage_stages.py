@@ -88,7 +88,7 @@ def _stage(stage: str, subject: Any, family: str, name: str, report: Report, fol
     elif stage == "onnx":
         export_onnx(subject.routed, folder / "model.onnx", subject.shape)
     elif stage == "onnxruntime":
-        _check(verify(subject.routed, folder / "model.onnx"))
+        _check(verify(subject.routed, folder / "model.onnx", subject.other))
     else:
         build_engine(folder / "model.onnx", folder / "model.engine", progress=False)
     return subject
@@ -175,13 +175,29 @@ def _other_inputs(subject: _Subject) -> tuple[FixedShape, dict[str, Tensor]]:
     """Inputs of other sizes than the traced ones; of the same sizes if the model itself takes no others."""
     shape = _shape(subject.routed, 3, 29)
     try:
-        tensors = example_tensors(subject.routed, shape)
+        tensors = _distinct(example_tensors(subject.routed, shape))
         with torch.no_grad():
             subject.made.model(**_called(subject, tensors))
     except Exception:  # the plain model's own refusal of these sizes, of any kind
         shape = _shape(subject.routed, None, None)
-        tensors = example_tensors(subject.routed, shape)
+        tensors = _distinct(example_tensors(subject.routed, shape))
     return shape, tensors
+
+
+def _distinct(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Ids without repetition in a row: equal tokens have equal scores up to rounding, which no two runtimes share."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(ids: Tensor) -> Tensor:
+        if ids.is_floating_point() or ids.dim() != 2 or not ids.numel():
+            return ids
+        low, count = int(ids.min()), int(ids.max()) - int(ids.min()) + 1
+        if count < ids.shape[1]:
+            return ids
+        rows = [torch.randperm(count, generator=generator)[: ids.shape[1]] + low for _ in ids]
+        return torch.stack(rows).to(ids.dtype)
+
+    return {name: draw(value) for name, value in tensors.items()}
 
 
 def _reference(subject: _Subject) -> None:

@@ -185,9 +185,21 @@ def test_a_process_that_hangs_or_dies_becomes_a_row_and_the_run_goes_on() -> Non
     assert rows["fine"].skipped == (("layers.0", "a scan"),)
 
 
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text(CoverageResult((CoverageRow("other", "torch-encoder", "X", ("make",)),), "make").to_json())
+    result = coverage.run("other", ["torch-encoder"], last="make", progress=False, record=file)
+    assert [r.kind for r in result.rows] == ["X"]
+    with pytest.raises(StateError, match="holds a run up to the stage 'make', not 'unit'"):
+        coverage.run("other", ["torch-encoder"], last="unit", progress=False, record=file)
+
+
 @pytest.mark.slow
-def test_a_run_measures_each_model_in_its_own_process() -> None:
-    result = coverage.run("other", ["torch-encoder", "torch-transformer"], last="unit", progress=False)
+def test_a_run_measures_each_model_in_its_own_process(tmp_path: Path) -> None:
+    result = coverage.run(
+        "other", ["torch-encoder", "torch-transformer"], last="unit", progress=False, record=tmp_path / "rows.json"
+    )
+    assert CoverageResult.from_json((tmp_path / "rows.json").read_text()).rows
     assert [r.name for r in result.rows] == ["torch-encoder", "torch-transformer"]
     assert all(r.failed is None and r.reached("unit") and r.blocks for r in result.rows)
     assert "torch" in result.versions
