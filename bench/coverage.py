@@ -40,7 +40,7 @@ def run(
         family: "causal-lm", "encoder", "image", "encoder-decoder" or "other"; None: all of them.
         only: names of architectures, such as "llama"; None: all.
         jobs: how many processes run at once.
-        timeout_s: seconds for one model, all stages together.
+        timeout_s: seconds of processor time for one model, all stages together.
         last: the stage after which to stop.
         progress: show a bar on the error stream.
         record: a JSON file that holds the rows as they come; a row that it already holds is not measured again,

@@ -1,4 +1,4 @@
-"""Each model in a process of its own, with a time limit and a memory limit: none can stop the run.
+"""Each model in a process of its own, with limits on time and memory: none can stop the run.
 
 The processes fork from a server that has imported everything once, so that a model costs no import.
 """
@@ -6,9 +6,11 @@ The processes fork from a server that has imported everything once, so that a mo
 from __future__ import annotations
 
 import faulthandler
+import math
 import multiprocessing
 import os
 import resource
+import signal
 import tempfile
 import time
 import warnings
@@ -23,6 +25,8 @@ from modpass.bench.coverage_result import CoverageRow
 __all__ = ["Job", "run_jobs"]
 
 MEMORY_BYTES = 6 * 2**30
+# A limit on the clock would depend on what else runs; this many times as long it only ends what waits for ever.
+PATIENCE = 4
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class _Running:
 def run_jobs(jobs: Sequence[Job], at_once: int, timeout_s: float, preload: Sequence[str] = ()) -> Iterator[CoverageRow]:
     """Run the jobs, ``at_once`` at a time, and yield each row when it is done, whatever became of its process.
 
+    timeout_s: seconds of processor time for each; ``PATIENCE`` times as many on the clock.
     preload: modules that the server imports before it forks.
     """
     context = multiprocessing.get_context("forkserver")
@@ -70,10 +75,10 @@ def run_jobs(jobs: Sequence[Job], at_once: int, timeout_s: float, preload: Seque
 
 def _start(context: Any, job: Job, log: Path, timeout_s: float) -> _Running:
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(job.work, job.arguments, sender, str(log)), daemon=True)
+    process = context.Process(target=_child, args=(job, timeout_s, sender, str(log)), daemon=True)
     process.start()
     sender.close()
-    return _Running(job.row, process, receiver, log, time.monotonic() + timeout_s)
+    return _Running(job.row, process, receiver, log, time.monotonic() + PATIENCE * timeout_s)
 
 
 def _settle(running: list[_Running]) -> list[_Running]:
@@ -112,8 +117,8 @@ def _finish(one: _Running, timeout_s: float) -> CoverageRow:
         one.process.kill()
     one.process.join()
     one.receiver.close()
-    if late:
-        reason = f"no end within {timeout_s:g} s"
+    if late or one.process.exitcode == -signal.SIGXCPU:
+        reason = f"no end within {timeout_s:g} s of processor time"
         return replace(one.row, failed=one.stage, outcome="timed out", reason=reason)
     if one.process.exitcode and one.row.failed is None:
         reason = f"its process ended with {_code(one.process.exitcode)}: {_last_words(one.log)}"
@@ -132,11 +137,13 @@ def _last_words(log: Path) -> str:
     return (told or lines or ["it said nothing"])[-1][:300]
 
 
-def _child(work: Callable[..., None], arguments: tuple[Any, ...], sender: Connection, log: str) -> None:
+def _child(job: Job, timeout_s: float, sender: Connection, log: str) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     faulthandler.enable(2)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    seconds = math.ceil(time.process_time() + timeout_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     warnings.simplefilter("ignore")
-    work(*arguments, lambda kind, value: sender.send((kind, value)))
+    job.work(*job.arguments, lambda kind, value: sender.send((kind, value)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -95,6 +96,8 @@ def as_onnx(
     Raises:
         InputError, ExportError: as ``export_onnx``.
     """
+    if not isinstance(shape, FixedShape):
+        raise InputError(f"shape is a {type(shape).__name__}; give a FixedShape(batch, sequence)")
     if opset not in _OPSETS:
         raise InputError(f"opset is {opset}; allowed are {_OPSETS.start} to {_OPSETS.stop - 1}")
     if dtype not in (None, "float32", "float16", "bfloat16"):
@@ -130,18 +133,29 @@ def _lower(model: RoutedModel, tensors: Mapping[str, Tensor], opset: int) -> ir.
                 verbose=False,
             )
     except Exception as e:
-        first = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
-        raise ExportError(f"torch.onnx.export cannot lower this model at opset {opset}: {first}") from e
+        sizes = ", ".join(f"{n} {list(t.shape)}" for n, t in tensors.items())
+        raise ExportError(f"torch cannot lower this model at {sizes}, opset {opset}: {_cause(e)}") from e
     finally:
         model.train(training)
     assert program is not None
     return program.model
 
 
+def _cause(error: BaseException) -> str:
+    """The first line of the error that all others followed from."""
+    while error.__cause__ is not None or error.__context__ is not None:
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    return next((line for line in plain.splitlines() if line.strip()), type(error).__name__)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the exporter's notes on its own workings off the user's terminal."""
-    logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    logs = [
+        logging.getLogger(name)
+        for name in ("torch", "torch.onnx", "torch._subclasses.fake_tensor", "onnxscript", "onnx_ir")
+    ]
     levels = [log.level for log in logs]
     for log in logs:
         log.setLevel(logging.CRITICAL)

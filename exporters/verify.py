@@ -22,9 +22,12 @@ from modpass.exporters.shapes import FixedShape, example_tensors
 from modpass.model import RoutedModel
 from modpass.routing import recorded_choices
 
-__all__ = ["Difference", "VerificationReport", "session", "verify"]
+__all__ = ["BOUNDS", "Difference", "VerificationReport", "session", "verify"]
 
 Array = np.ndarray[Any, Any]
+
+# Largest relative difference of an output, and least share of equal choices.
+BOUNDS = {"float32": (1e-4, 1.0), "float16": (5e-2, 0.9), "bfloat16": (2e-1, 0.8)}
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,10 @@ class VerificationReport:
 
     outputs: tuple[Difference, ...]
     choices: Mapping[str, float]
+    dtype: str = "float32"
 
-    def check(self, max_error: float = 1e-4, min_agreement: float = 1.0) -> VerificationReport:
-        """Return the report if it is within bounds.
+    def check(self, max_error: float | None = None, min_agreement: float | None = None) -> VerificationReport:
+        """Return the report if it is within bounds, by default those of the file's dtype (``BOUNDS``).
 
         Raises:
             VerificationError: an output or a block's choices are further off than allowed.
@@ -54,11 +58,14 @@ class VerificationReport:
         >>> VerificationReport((Difference("logits", 1e-6, 1e-7),), {}).check().choices
         {}
         """
+        own_error, own_agreement = BOUNDS[self.dtype]
+        max_error = own_error if max_error is None else max_error
+        min_agreement = own_agreement if min_agreement is None else min_agreement
         for d in self.outputs:
             if not d.max_rel <= max_error:  # NaN is never within bounds
                 raise VerificationError(
                     f"output '{d.name}' is off by {d.max_rel:.3g} relative ({d.max_abs:.3g} absolute); "
-                    f"allowed is {max_error:g}"
+                    f"allowed is {max_error:g} (check(max_error=...))"
                 )
         for block, share in self.choices.items():
             if share < min_agreement:
@@ -101,7 +108,7 @@ def verify(
     found = _in_onnxruntime(path, given, list(names.values()))
     outputs = tuple(_difference(n, wanted[n], found[n]) for n in wanted)
     choices = {n: _agreement(wanted_choices[n].numpy(), found[value]) for n, value in names.items()}
-    report = VerificationReport(outputs, choices)
+    report = VerificationReport(outputs, choices, manifest.dtype)
     replace(
         manifest,
         parity={"outputs": [asdict(d) for d in outputs if np.isfinite(d.max_rel)], "choices": choices},

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from modpass.functional import Gather
 from modpass.mixing import is_pointwise, mixing_reason, name_of
-from modpass.symbols import Expr, expr_of, shape_of, value_of
+from modpass.symbols import Expr, expr_of, hint_of, shape_of, value_of
 
 __all__ = ["Analysis", "Refusal", "Sizes", "analyse"]
 
@@ -82,6 +82,10 @@ class Sizes:
         """Whether a size counts tokens."""
         return SEQUENCE in self.canonical(size).free_symbols
 
+    def is_batch(self, size: Expr) -> bool:
+        """Whether a size counts rows of the batch and no tokens."""
+        return bool(self.batch.free_symbols & size.free_symbols) and not self.carries(size)
+
     def surplus(self, size: Expr) -> int:
         """How many keys beside the tokens a size counts: 1 for S + 1 where attention has a sink, else 0."""
         extra = self.canonical(size) - SEQUENCE
@@ -143,7 +147,7 @@ def analyse(nodes: list[fx.Node], seen: Mapping[fx.Node, Any] | None = None) -> 
     region.check_outputs(inner - made, output)
     for node in (n for n in found.tokens if n not in made):
         _check_sizes(node, sizes)
-        reason = mixing_reason(node, sizes.carries)
+        reason = mixing_reason(node, sizes.carries, sizes.is_batch) or _merges(node, sizes)
         if reason:
             raise Refusal(f"{reason} (node {node.name})")
         for side in _sides(node, inner, stream):
@@ -195,8 +199,11 @@ class _Region:
             near = [(d, i, o) for i, o in pairs if (d := self._distance(o, i)) is not None]
             if not near:
                 raise Refusal(f"several inputs could be the residual stream: {_list(streams)}")
-            _, stream, output = min(near, key=lambda t: (-self.nodes.index(t[2]), t[0]))
-            return stream, output
+            best = min((-self.nodes.index(o), d) for d, _, o in near)
+            tied = [(i, o) for d, i, o in near if (-self.nodes.index(o), d) == best]
+            if len(tied) > 1:
+                raise Refusal(f"several inputs could be the residual stream: {_list(i for i, _ in tied)}")
+            return tied[0]
         return pairs[0]
 
     def _alike(self, a: fx.Node, b: fx.Node) -> bool:
@@ -243,7 +250,7 @@ class _Region:
             if name_of(node) == "scaled_dot_product_attention":
                 keys: Any = node.args[1]
                 found.append(self.shape(keys)[-2])
-            elif name_of(node) in _ATTENTION and len(shape_of(value_of(node))) >= 3:
+            elif _scores_tokens(node):
                 found.append(shape_of(value_of(node))[-1])
         return list(dict.fromkeys(found))
 
@@ -279,6 +286,14 @@ class _Region:
             raise Refusal(f"it returns more than the stream that depends on the tokens: {_list(others)}")
 
 
+def _scores_tokens(node: fx.Node) -> bool:
+    """A softmax, or a product of tokens with tokens."""
+    shape = shape_of(value_of(node))
+    if name_of(node) in ("matmul", "bmm", "baddbmm"):
+        return len(shape) >= 3 and shape[-1] == shape[-2] and not shape[-1].is_Integer
+    return name_of(node) in _ATTENTION and len(shape) >= 3
+
+
 def _list(nodes: Iterable[fx.Node]) -> str:
     return ", ".join(f"{n.name}[{', '.join(map(str, shape_of(value_of(n))))}]" for n in nodes) or "none"
 
@@ -292,6 +307,15 @@ def _check_sizes(node: fx.Node, sizes: Sizes) -> None:
                     f"{node.target} makes a dim of {sizes.canonical(size)}, which is not the sequence S "
                     f"(node {node.name})"
                 )
+
+
+def _merges(node: fx.Node, sizes: Sizes) -> str | None:
+    """Rows of the batch stacked by ``cat`` do not lie where a gather by row looks for them."""
+    if name_of(node) not in ("cat", "concat", "stack"):
+        return None
+    before = {s for a in node.all_input_nodes for s in shape_of(value_of(a)) if sizes.is_batch(s)}
+    after = {s for s in shape_of(value_of(node)) if sizes.is_batch(s)}
+    return f"{node.target} stacks rows of the batch" if after - before else None
 
 
 def _appends_sinks(node: fx.Node, size: Expr, sizes: Sizes) -> bool:
@@ -340,15 +364,11 @@ def _as_broadcast(node: fx.Node, side: fx.Node, value: Any, sizes: Sizes) -> tup
     offset, found = len(out) - len(shape), list(shape)
     for i, size in enumerate(shape):
         if offset >= 0 and sizes.carries(size) and sizes.canonical(size) != SEQUENCE:
-            if _hint(value.shape[i]) == 1:
+            if hint_of(value.shape[i]) == 1:
                 found[i] = sympy.Integer(1)
             elif sizes.canonical(out[offset + i]) == SEQUENCE:
                 found[i] = sizes.sequence
     return tuple(found)
-
-
-def _hint(size: Any) -> int | None:
-    return int(size) if isinstance(size, int) else size.node.hint
 
 
 def _broadcast_shape(node: fx.Node, side: fx.Node) -> tuple[Expr, ...] | None:

@@ -38,6 +38,30 @@ def parameter_names(function: Any) -> list[str]:
     return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
 
 
+@dataclass(frozen=True)
+class InputCheck:
+    """What the trace fixed of a tensor input: its rank, and the sizes that are numbers or have bounds."""
+
+    dims: tuple[int | str, ...]
+    bounds: tuple[tuple[int, int | None], ...]
+
+    def against(self, name: str, value: Any) -> None:
+        """Raise InputError where a given tensor does not fit the trace."""
+        if not isinstance(value, torch.Tensor):
+            return
+        if value.dim() != len(self.dims):
+            raise InputError(f"input '{name}' has {value.dim()} dims; it was traced with {len(self.dims)}: {self}")
+        for size, dim, (low, high) in zip(value.shape, self.dims, self.bounds, strict=True):
+            if isinstance(dim, int) and size != dim:
+                raise InputError(f"input '{name}' has shape {list(value.shape)}; the trace fixed it to {self}")
+            if isinstance(dim, str) and (size < low or (high is not None and size > high)):
+                limit = f"{low} or more" if high is None else f"{low} to {high}"
+                raise InputError(f"input '{name}' has {dim} {size}; the trace holds for {limit}")
+
+    def __str__(self) -> str:
+        return f"[{', '.join(map(str, self.dims))}]"
+
+
 @dataclass
 class Call:
     """How the model was called when it was traced, and so how it may be called now.
@@ -52,6 +76,7 @@ class Call:
     constants: dict[str, Any] = field(default_factory=dict)
     optional: dict[str, tuple[str, torch.dtype]] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
+    checks: dict[str, InputCheck] = field(default_factory=dict)
 
     def bind(self, given: Mapping[str, Any]) -> list[Any]:
         """The flat values of the graph's placeholders, in order.
@@ -69,6 +94,8 @@ class Call:
             if found_spec != spec:
                 raise InputError(f"input '{name}' has the structure {found_spec}; it was traced with {spec}")
             leaves.extend(found if name not in self.constants else [])
+        for name, check in self.checks.items():
+            check.against(name, given.get(name))
         return leaves
 
     def _value(self, name: str, value: Any, given: Mapping[str, Any]) -> Any:

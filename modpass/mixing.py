@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
@@ -103,6 +104,7 @@ _REDUCES = {
     "sort",
     "argsort",
 }
+_PLACES = {"argmax", "argmin", "topk", "sort", "argsort"}  # what they return is a place among the keys
 _ORDERED = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "roll"}
 # Elementwise in fact, without the tag that says so.
 _POINTWISE = {"masked_fill", "floor_divide", "copy", "where", "clamp", "one_hot", "nan_to_num", "lerp"}
@@ -130,17 +132,22 @@ def name_of(node: fx.Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
-def mixing_reason(node: fx.Node, carries: Carries) -> Reason:
-    """Why ``node`` does not keep tokens apart, or None. ``carries`` tells whether a size counts tokens."""
+def mixing_reason(node: fx.Node, carries: Carries, batched: Carries) -> Reason:
+    """Why ``node`` does not keep tokens apart, or None.
+
+    ``carries`` tells whether a size counts tokens, ``batched`` whether it counts rows of the batch alone.
+    """
     name = name_of(node)
     if is_pointwise(node) or name == "scaled_dot_product_attention":
         return None
     if name in _MOVES:
-        return _cuts(node, carries)
+        return _cuts(node, carries) or _pads(node, carries) or _reshapes(node, carries)
     if name in _PRODUCTS:
         return _contracts(node, name, carries)
     dims = _reduced_dims(node, name)
     if dims is not None:
+        if _carries_at(node, dims, batched):
+            return f"{node.target} runs along the batch"
         return _reduces(node, name, dims, carries)
     if name == "select":
         return f"{node.target} picks single tokens" if _carries_at(node, [_argument(node, "dim", 0)], carries) else None
@@ -150,7 +157,9 @@ def mixing_reason(node: fx.Node, carries: Carries) -> Reason:
         return _indexes(node, carries)
     if name.startswith(("conv", "_conv")):
         return _convolves(node, carries)
-    if name == "embedding" or not any(map(carries, shape_of(_tensor(node)))):
+    if name == "embedding":
+        return f"{node.target} reads a table of tokens" if any(map(carries, _first_shape(node))) else None
+    if not any(any(map(carries, shape_of(value_of(a)))) for a in node.all_input_nodes):
         return None
     return f"{node.target} is not known to keep tokens apart"
 
@@ -211,6 +220,60 @@ def _indexes(node: fx.Node, carries: Carries) -> Reason:
     return f"{node.target} reads tokens at computed places" if any(map(carries, read)) else None
 
 
+def _first_shape(node: fx.Node) -> tuple[Expr, ...]:
+    first = node.args[0]
+    return shape_of(value_of(first)) if isinstance(first, fx.Node) else ()
+
+
+def _pads(node: fx.Node, carries: Carries) -> Reason:
+    """Padding one side and cutting the other shifts tokens."""
+    if name_of(node) not in ("pad", "constant_pad_nd"):
+        return None
+    pads: Any = node.args[1]
+    shape = _first_shape(node)
+    moved = [size for i, size in enumerate(reversed(shape)) if any(p != 0 for p in pads[2 * i : 2 * i + 2])]
+    return f"{node.target} shifts the sequence" if any(map(carries, moved)) else None
+
+
+def _reshapes(node: fx.Node, carries: Carries) -> Reason:
+    """A reshape keeps tokens apart if each token still owns the same run of numbers."""
+    name = name_of(node)
+    if name == "repeat":
+        before, after = (sum((s for s in shape if carries(s)), sympy.Integer(0)) for shape in _in_out(node))
+        return None if before == after else f"{node.target} repeats the sequence"
+    if name not in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"):
+        return None
+    runs = [_runs(shape, carries) for shape in _in_out(node)]
+    if len(runs[0]) == len(runs[1]) and all(a & b for a, b in zip(*runs, strict=True)):
+        return None
+    return f"{node.target} takes tokens apart"
+
+
+def _in_out(node: fx.Node) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
+    return _first_shape(node), shape_of(value_of(node))
+
+
+def _runs(shape: Sequence[Expr], carries: Carries) -> list[set[Expr]]:
+    """For each token dim, how many numbers may lie between one token and the next."""
+    found, inner = [], sympy.Integer(1)
+    for size in reversed(shape):
+        if carries(size):
+            found.append({sympy.expand(inner * m) for m in _merged(size, carries)})
+        inner = inner * size
+    return found
+
+
+def _merged(size: Expr, carries: Carries) -> list[Expr]:
+    """What may lie inside a token in a dim that merges tokens with heads, experts or rows."""
+    if not size.free_symbols:
+        return [sympy.Integer(1)]
+    coefficient = sympy.expand(size).as_coeff_Mul()[0]
+    content = abs(int(coefficient)) if coefficient.is_Integer else 1
+    rows = sympy.prod([s for s in size.free_symbols if not carries(s)])
+    factors = [sympy.Integer(m) for m in range(1, content + 1) if content % m == 0]
+    return [m * r for m in factors for r in {sympy.Integer(1), rows}]
+
+
 def _contracts(node: fx.Node, name: str, carries: Carries) -> Reason:
     left = node.args[1] if name in ("baddbmm", "addmm", "addbmm") else node.args[0]
     shape = shape_of(value_of(left)) if isinstance(left, fx.Node) else ()
@@ -235,7 +298,9 @@ def _reduces(node: fx.Node, name: str, dims: list[int], carries: Carries) -> Rea
     if not _carries_at(node, dims, carries):
         return None
     # Attention scores have two token dims, queries and keys; reducing over the keys is attention itself.
-    if name not in _ORDERED and len(dims) == 1 and sum(map(carries, shape_of(_tensor(node)))) > 1:
+    shape = shape_of(_tensor(node))
+    last = len(dims) == 1 and dims[0] in (-1, len(shape) - 1)
+    if name not in _ORDERED | _PLACES and last and sum(map(carries, shape)) > 1:
         return None
     return f"{node.target} runs along the sequence"
 

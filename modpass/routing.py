@@ -122,7 +122,7 @@ class RoutedBlock(nn.Module):
         ]
         for mine, theirs in pairs:
             for name, value in theirs.items():
-                if name in self._modules:
+                if name in self._modules or name in self.__dict__:
                     raise InputError(f"block '{self.name}' has a member called '{name}', a name that routing needs")
                 mine[name] = value
         self._non_persistent_buffers_set |= holder._non_persistent_buffers_set

@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 
-__all__ = ["Expr", "emit", "expr_of", "shape_of", "value_of"]
+__all__ = ["Expr", "emit", "expr_of", "hint_of", "shape_of", "value_of"]
 
 Expr: TypeAlias = Any  # sympy ships no types
 
@@ -37,6 +37,18 @@ def shape_of(value: Any) -> tuple[Expr, ...]:
     (2, 3)
     """
     return tuple(map(expr_of, value.shape)) if isinstance(value, torch.Tensor) else ()
+
+
+def hint_of(size: Any) -> int | None:
+    """The number that a size had in the example inputs.
+
+    >>> hint_of(3)
+    3
+    """
+    if isinstance(size, int):
+        return size
+    hint: int | None = size.node.hint
+    return hint
 
 
 def emit(graph: fx.Graph, expr: Expr, known: Mapping[Expr, fx.Node]) -> fx.Node | int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class Traced:
     out_spec: pytree.TreeSpec
     examples: dict[str, Any]
     module: nn.Module | None
+    ranges: dict[Any, tuple[int, int | None]] = field(default_factory=dict)
 
 
 def capture(model: nn.Module | ExportedProgram, example_inputs: Any = None) -> Traced:
@@ -58,7 +59,7 @@ def capture(model: nn.Module | ExportedProgram, example_inputs: Any = None) -> T
         raise TraceError(f"torch.export recorded no output structure for {type(model).__name__}")
     graph_module = program.module(check_guards=False)
     normalise(graph_module.graph)
-    return Traced(graph_module, call, program.call_spec.out_spec, named, model)
+    return Traced(graph_module, call, program.call_spec.out_spec, named, model, _ranges(program))
 
 
 def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
@@ -126,6 +127,16 @@ class _Stepwise(nn.Module):
 
         forward.__signature__ = signature  # type: ignore[attr-defined]
         object.__setattr__(self, "forward", forward)
+
+
+def _ranges(program: ExportedProgram) -> dict[Any, tuple[int, int | None]]:
+    """The sizes for which the trace holds. A size of one is let through: torch.export sets that aside by default."""
+    found: dict[Any, tuple[int, int | None]] = {}
+    for symbol, bounds in program.range_constraints.items():
+        low = int(bounds.lower) if bounds.lower.is_Integer else 1
+        high = int(bounds.upper) if bounds.upper.is_Integer and bounds.upper < 2**31 else None
+        found[symbol] = (low if low > 2 else 1, high)
+    return found
 
 
 @contextmanager
@@ -218,12 +229,16 @@ def _with_dropout(
 
 
 def _operators(program: ExportedProgram) -> list[str]:
+    """The graph's operators with their constants, but for those of dropout."""
     silent = ("dropout", "contiguous", "clone", "_assert", "alias", "detach")
-    return [
-        str(n.target)
-        for n in program.graph.nodes
-        if n.op == "call_function" and not any(s in str(n.target) for s in silent)
-    ]
+    nodes = [n for n in program.graph.nodes if n.op == "call_function"]
+    return [_with_constants(n) for n in nodes if not any(s in str(n.target) for s in silent)]
+
+
+def _with_constants(node: fx.Node) -> str:
+    is_attention = "scaled_dot_product_attention" in str(node.target)
+    given = (node.args[:4], node.args[5:]) if is_attention else (node.args, node.kwargs)
+    return f"{node.target} {fx.map_arg(given, lambda n: '_')}"
 
 
 def _from_program(program: ExportedProgram) -> Traced:
@@ -247,4 +262,4 @@ def _from_program(program: ExportedProgram) -> Traced:
         if v is not None and not any(isinstance(x, Tensor) for x in pytree.tree_leaves(v))
     }
     optional = _optional({n: v for n, v in examples.items() if v is not None}, dict.fromkeys(names))
-    return Traced(module, Call(names, structure, constants, optional), spec.out_spec, examples, None)
+    return Traced(module, Call(names, structure, constants, optional), spec.out_spec, examples, None, _ranges(program))

@@ -14,12 +14,13 @@ from torch.utils import _pytree as pytree
 
 from modpass.analysis import Analysis
 from modpass.blocks import Block, Blocks, locate
+from modpass.calling import InputCheck
 from modpass.errors import BlockError, InputError
 from modpass.functional import check_capacity
 from modpass.model import Info, InputSpec, RoutedModel
 from modpass.rewrite import Body, drop_inputs, outline, replace_call, splice, switch_dropout
 from modpass.routing import Gate, RoutedBlock, Selection, choose_option
-from modpass.symbols import expr_of, shape_of, value_of
+from modpass.symbols import expr_of, hint_of, shape_of, value_of
 from modpass.tracing import Traced, capture
 
 __all__ = ["mod_transform", "trace"]
@@ -79,7 +80,7 @@ def mod_transform(
     capacities = _capacities(capacity, picked, found)
     settings = {"capacity": capacities, "gate": gate, "selection": selection, "padding_mask": padding_mask}
     info = _info(traced, found, settings)
-    mask = _PaddingMask(traced, padding_mask)
+    mask = _PaddingMask(traced, padding_mask, found)
     keeper = _parameters(traced)
     _route(
         traced.graph_module,
@@ -160,26 +161,38 @@ def _capacities(capacity: float | Mapping[str, float], picked: list[Block], foun
 class _PaddingMask:
     """The node that says which tokens are real, for a stream of given sizes."""
 
-    def __init__(self, traced: Traced, name: str) -> None:
+    def __init__(self, traced: Traced, name: str, found: Blocks) -> None:
         self.graph, self.inverted = traced.graph_module.graph, name.startswith("~")
         plain = name.removeprefix("~")
         named = [n for n in self.graph.nodes if n.op == "placeholder" and isinstance(value_of(n), Tensor)]
         self.nodes = [n for n in named if str(n.target) == plain or str(n.target).endswith(f"_{plain}")]
+        self.nodes = [n for n in self.nodes if value_of(n).dim() == 2]
+        tied = {b.analysis.sizes.sequence for b in found}
+        self.loose = {n for n in self.nodes if expr_of(value_of(n).shape[1]) not in tied}
         if plain != "attention_mask" and not self.nodes:
             raise InputError(
                 f"padding_mask '{plain}' is no traced input; there are: {', '.join(str(n.target) for n in named)}"
             )
 
     def of(self, analysis: Analysis) -> fx.Node | None:
-        shape = (analysis.sizes.batch, analysis.sizes.sequence)
-        node = next(
-            (n for n in self.nodes if shape_of(value_of(n))[1:] == shape[1:] and len(shape_of(value_of(n))) == 2),
-            None,
-        )
+        """The mask of a stream with these sizes, nonzero where a token is real."""
+        node = next((n for n in self.nodes if self._fits(n, analysis)), None)
+        if node is not None and value_of(node).is_floating_point():
+            raise InputError(
+                f"padding_mask '{node.target}' is a {value_of(node).dtype} tensor, which may be additive; "
+                "give a bool or integer mask that is nonzero at real tokens"
+            )
         if node is None or not self.inverted:
             return node
         with self.graph.inserting_before(next(u for u in self.graph.nodes if u.op not in ("placeholder", "get_attr"))):
             return self.graph.call_function(torch.ops.aten.logical_not.default, (node,))
+
+    def _fits(self, node: fx.Node, analysis: Analysis) -> bool:
+        """Same sizes as the stream; in the example, where the model itself never brings the two together."""
+        length = value_of(node).shape[1]
+        if node not in self.loose:
+            return bool(expr_of(length) == analysis.sizes.sequence)
+        return hint_of(length) == hint_of(value_of(analysis.stream).shape[analysis.seq_dim])
 
 
 @dataclass(frozen=True)
@@ -306,7 +319,7 @@ def _info(traced: Traced, found: Blocks, settings: dict[str, Any]) -> Info:
     names = _size_names(placeholders, found)
     batch = next((e for e, n in names.items() if n == "batch"), None)
     sizes: list[Any] = [size for n in placeholders for size in getattr(value_of(n), "shape", ())]
-    rows = next((size.node.hint for size in sizes if batch is not None and expr_of(size) == batch), None)
+    rows = next((hint_of(size) for size in sizes if batch is not None and expr_of(size) == batch), None)
     inputs = []
     for node, example in zip(placeholders, examples, strict=True):
         value = value_of(node)
@@ -317,7 +330,10 @@ def _info(traced: Traced, found: Blocks, settings: dict[str, Any]) -> Info:
                 for i, e in enumerate(shape_of(value))
             )
             inputs.append(InputSpec(str(node.target), dims, value.dtype, example))
-    return Info(traced.call, traced.out_spec, tuple(inputs), _output_names(traced.out_spec), settings, _source(traced))
+            bounds = tuple(traced.ranges.get(e, (1, None)) for e in shape_of(value))
+            if str(node.target) in traced.call.structure:
+                traced.call.checks[str(node.target)] = InputCheck(dims, bounds)
+    return Info(traced.call, traced.out_spec, tuple(inputs), _output_names(traced), settings, _source(traced))
 
 
 def _size_names(placeholders: list[fx.Node], found: Blocks) -> dict[Any, str]:
@@ -336,23 +352,26 @@ def _same_batch(value: Any, names: dict[Any, str], rows: int | None) -> None:
     if batch is None or batch in shape or not isinstance(value, Tensor):
         return
     given: Any = value.shape
-    hints = {e: size.node.hint for e, size in zip(shape, given, strict=True) if e.is_Symbol}
+    hints = {e: hint_of(size) for e, size in zip(shape, given, strict=True) if e.is_Symbol}
     alike = [e for e in shape[:2] if e in hints and hints[e] == rows and e not in names]
     if alike:
         names[alike[0]] = "batch"
 
 
-def _output_names(spec: pytree.TreeSpec) -> tuple[str, ...]:
-    leaves = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    if isinstance(leaves, Mapping):
-        found = [
-            f"{k}.{i}" if len(part) > 1 else str(k)
-            for k, v in leaves.items()
-            for part in [pytree.tree_leaves(v)]
-            for i in range(len(part))
-        ]
-        return tuple(found)
-    return ("output",) if spec.num_leaves == 1 else tuple(f"output.{i}" for i in range(spec.num_leaves))
+def _output_names(traced: Traced) -> tuple[str, ...]:
+    """Names of the tensor outputs, in order; an output that is None has none."""
+    output = next(n for n in traced.graph_module.graph.nodes if n.op == "output")
+    leaves = pytree.tree_leaves(output.args, is_leaf=lambda a: a is None)
+    spec = traced.out_spec
+    tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    if isinstance(tree, Mapping):
+        parts = [(str(k), pytree.tree_leaves(v)) for k, v in tree.items()]
+        names = {i: name if len(part) == 1 else f"{name}.{n}" for name, part in parts for n, i in enumerate(part)}
+    else:
+        names = {i: "output" if spec.num_leaves == 1 else f"output.{i}" for i in range(spec.num_leaves)}
+    taken = {str(n.target) for n in traced.graph_module.graph.nodes if n.op == "placeholder"}
+    found = [names[i] for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node) and i in names]
+    return tuple(f"{name}.out" if name in taken else name for name in found)
 
 
 def _source(traced: Traced) -> dict[str, Any]:

@@ -60,6 +60,18 @@ MIXERS: dict[str, tuple[Callable[[int, int], nn.Module], str]] = {
     ),
     "flip": (lambda w, h: Mixer(lambda x: x.flip(1)), r"flip.* runs along the sequence"),
     "sort": (lambda w, h: Mixer(lambda x: x.sort(1).values), "sort"),
+    "token shift": (lambda w, h: Mixer(lambda x: nn.functional.pad(x, (0, 0, 1, -1))), "shifts the sequence"),
+    "reshape": (lambda w, h: Mixer(lambda x: x.reshape(x.shape[0], 48, -1).transpose(1, 2)), "takes tokens apart"),
+    "tiling": (lambda w, h: Mixer(lambda x: x.repeat(1, 2, 1)[:, : x.shape[1]]), "repeats the sequence"),
+    "batch mean": (lambda w, h: Mixer(lambda x: x - x.mean(0, keepdim=True)), r"mean.* runs along the batch"),
+    "hard attention": (
+        lambda w, h: Mixer(lambda x: (x @ x.transpose(1, 2)).argmax(-1, keepdim=True).float() + x),
+        r"argmax.* runs along the sequence",
+    ),
+    "softmax over queries": (
+        lambda w, h: Mixer(lambda x: (x @ x.transpose(1, 2)).softmax(-2) @ x),
+        r"softmax.* runs along the sequence",
+    ),
     "max pool": (lambda w, h: Mixer(lambda x: x.amax(1, keepdim=True) + x), "amax"),
 }
 
@@ -234,3 +246,65 @@ def test_inputs_that_were_not_traced_are_refused_in_words() -> None:
         routed(attention_mask=tokens(2, 9))
     with pytest.raises(InputError, match="input 'use_cache' was traced as the constant False"):
         routed(input_ids=tokens(2, 9), use_cache=True)
+
+
+def test_two_inputs_that_could_be_the_stream_are_refused() -> None:
+    class Injected(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = PreNorm(InnerRotaryAttention(48, 4), 48)
+
+        def forward(self, x: Tensor, e: Tensor) -> Tensor:
+            return self.inner(e + x)
+
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.inject = nn.ModuleList(Injected() for _ in range(2)), nn.Linear(48, 48)
+
+        def forward(self, x: Tensor) -> Tensor:
+            e = self.inject(x)
+            for block in self.blocks:
+                x = block(x, e)
+            return x
+
+    blocks = modpass.find_blocks(Looped(), (torch.randn(2, 9, 48),))
+    assert any("several inputs could be the residual stream" in s.reason for s in blocks.skipped)
+
+
+def test_a_floating_padding_mask_and_a_foreign_size_are_refused_in_words() -> None:
+    class Masked(Decoder):
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+            return super().forward(ids) * (attention_mask.sum() * 0 + 1)
+
+    model = Masked(InnerRotaryAttention)
+    with pytest.raises(InputError, match="which may be additive"):
+        modpass.mod_transform(model, 0.5, example_inputs=(tokens(2, 9), torch.zeros(2, 9)))
+    _, routed = routed_pair("dinov2")
+    with pytest.raises(InputError, match="input 'pixel_values' has shape"):
+        routed(torch.randn(2, 4, 56, 56))
+    with pytest.raises(InputError, match="input 'input_ids' has 1 dims; it was traced with 2"):
+        routed_pair("llama")[1](tokens(1, 9)[0])
+
+
+def test_a_mask_that_the_model_does_not_read_still_keeps_padding_out() -> None:
+    class Unused(Decoder):
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+            return super().forward(ids)
+
+    routed = modpass.mod_transform(Unused(InnerRotaryAttention), 0.5, example_inputs=(tokens(2, 9), tokens(2, 9)))
+    mask = torch.ones(1, 12, dtype=torch.int64)
+    mask[0, 6:] = 0
+    with torch.no_grad(), modpass.recorded_choices() as choices:
+        routed(tokens(1, 12), mask)
+    assert all(c.tolist() == [list(range(6))] for c in choices.values())
+
+
+def test_a_branch_on_a_size_holds_only_where_it_was_traced() -> None:
+    class Branch(Decoder):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) * (2 if ids.shape[1] > 8 else 1)
+
+    routed = modpass.mod_transform(Branch(InnerRotaryAttention), 0.5, example_inputs=(tokens(2, 11),))
+    with pytest.raises(InputError, match="input 'ids' has sequence 6; the trace holds for 9 or more"):
+        routed(tokens(2, 6))

@@ -157,6 +157,12 @@ def hangs(report: Report) -> None:
     time.sleep(600)
 
 
+def burns(report: Report) -> None:
+    report("start", "unit")
+    while True:
+        pass
+
+
 def dies(report: Report) -> None:
     report("start", "onnx")
     os.write(2, b"terminate called: what(): out of luck\n")
@@ -168,13 +174,14 @@ def raises(report: Report) -> None:
     raise RuntimeError("a bug of the stages")
 
 
-def test_a_process_that_hangs_or_dies_becomes_a_row_and_the_run_goes_on() -> None:
-    works = {"hangs": hangs, "dies": dies, "raises": raises, "fine": fine}
+def test_a_process_that_hangs_burns_or_dies_becomes_a_row_and_the_run_goes_on() -> None:
+    works = {"hangs": hangs, "burns": burns, "dies": dies, "raises": raises, "fine": fine}
     jobs = [Job(CoverageRow("other", name, "Stand-in"), work) for name, work in works.items()]
-    rows = {row.name: row for row in run_jobs(jobs, 2, 30.0 if os.environ.get("CI") else 15.0)}
+    rows = {row.name: row for row in run_jobs(jobs, 2, 3.0)}
     assert set(rows) == set(works)
     assert (rows["hangs"].outcome, rows["hangs"].failed) == ("timed out", "trace")
     assert rows["hangs"].reason.startswith("no end within")
+    assert (rows["burns"].outcome, rows["burns"].failed) == ("timed out", "unit")
     assert (rows["dies"].outcome, rows["dies"].failed) == ("crashed", "onnx")
     assert "signal 6" in rows["dies"].reason
     assert "out of luck" in rows["dies"].reason

@@ -203,3 +203,23 @@ def test_half_precision_in_onnx_runtime_is_close(folder: Path) -> None:
     assert report.outputs[0].max_rel < 1e-2
     assert min(report.choices.values()) > 0.9
     assert np.isfinite(report.outputs[0].max_abs)
+
+
+def test_outputs_keep_their_names_past_one_that_is_none(folder: Path) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = routed_pair("encoder")[0]
+
+        def forward(self, x: Tensor) -> dict[str, Tensor | None]:
+            return {"loss": None, "logits": self.inner(x), "x": x * 2}
+
+    model = modpass.mod_transform(Named().eval(), 0.5, example_inputs=(torch.randn(2, 9, 48),))
+    manifest = export_onnx(model, folder / "named.onnx", FixedShape(1, 8))
+    assert [o.name for o in manifest.outputs] == ["logits", "x.out"]
+    verify(model, folder / "named.onnx").check()
+
+
+def test_a_sequence_that_the_model_cannot_take_is_refused_with_its_cause(folder: Path) -> None:
+    with pytest.raises(ExportError, match=r"torch cannot lower this model at ids \[1, 80\]"):
+        export_onnx(routed_pair("tril-buffer")[1], folder / "no.onnx", FixedShape(1, 80))
