@@ -74,7 +74,10 @@ class Sizes:
             return size.subs(self.sequence, SEQUENCE)
         replaced = size.subs(self.sequence, SEQUENCE)
         for symbol in replaced.free_symbols & self.sequence.free_symbols:
-            solved = sympy.solve(self.sequence - SEQUENCE, symbol)
+            try:
+                solved = sympy.solve(self.sequence - SEQUENCE, symbol)
+            except NotImplementedError:  # floor division: only the very same expression is S
+                continue
             replaced = replaced.subs(symbol, solved[0]) if len(solved) == 1 else replaced
         return sympy.expand(replaced)
 

@@ -91,7 +91,7 @@ class TestEndToEnd:
                 return self.head(x_BSD)
 
         source = Source(Positions().eval(), {"input_ids": torch.zeros(2, 11, dtype=torch.int64)}, "short")
-        with pytest.raises(InputError, match=r"the model does not run on input_ids \[1, 64\]"):
+        with pytest.raises(InputError, match=r"input 'input_ids' has sequence 64; the trace holds for 1 to 32"):
             run_case(Case("short", sequence=64), [], source=source)
 
     def test_weights_of_another_dtype_than_the_case_says_are_refused(self) -> None:
