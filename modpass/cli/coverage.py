@@ -33,7 +33,7 @@ def command(
     json: Annotated[Path | None, typer.Option("--json", help="Write the rows here, to compare two runs.")] = None,
     against: Annotated[Path | None, typer.Option("--compare", help="Rows of an earlier run to compare with.")] = None,
 ) -> None:
-    """Put every architecture that the installed transformers registers through the stages, and print the table."""
+    """Show which architectures can be routed and exported."""
     from modpass.bench.coverage import CoverageResult, compare, render, run
     from modpass.bench.coverage_stages import STAGES
     from modpass.files import whole_file
