@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["TOLERANCE", "AttentionWatch", "Wrong", "check_equal", "floats", "gap"]
 
 TOLERANCE = 1e-4
-_ATTENTION = ("softmax", "attention")
+# The last is the fused layer of nn.TransformerEncoder.
+_ATTENTION = ("softmax", "attention", "transformer_encoder_layer")
 
 
 class Wrong(Exception):

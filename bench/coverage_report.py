@@ -15,7 +15,7 @@ _MEANING = {
     "make": "a tiny random model is made from the architecture's own configuration",
     "run": "its plain forward runs",
     "trace": "`torch.export` traces it",
-    "blocks": "its blocks are found and routed, all of them",
+    "blocks": "blocks are found, and at least one is routed",
     "unit": "weight 1 and capacity 1 equal the dense model (1e-4)",
     "reference": "capacity 0.25 equals the per-token reference (1e-4)",
     "onnx": "it becomes ONNX in which every dim is an integer",

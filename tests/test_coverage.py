@@ -127,6 +127,12 @@ def test_a_convolutional_net_is_refused_with_the_reason() -> None:
     assert failure == ("blocks", "refused", "no attention in it")
 
 
+def test_attention_in_a_fused_layer_counts() -> None:
+    _, facts, failure = stages_of("other", "torch-encoder", "run")
+    assert failure is None
+    assert facts["attends"] is True
+
+
 def test_a_package_that_is_not_installed_is_told() -> None:
     _, _, failure = stages_of("image", "timm_wrapper", "reference")
     assert failure[:2] == ("make", "not installed")
