@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from modpass.errors import InputError
 
-__all__ = ["UNSET", "Call", "CallCodeGen", "parameter_names"]
+__all__ = ["UNSET", "Call", "CallCodeGen", "InputCheck", "parameter_names"]
 
 
 class _Unset:
