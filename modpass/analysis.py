@@ -5,7 +5,7 @@ Nothing here changes a graph. A region that cannot be routed is a ``Refusal`` wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from modpass.functional import Gather
 from modpass.mixing import is_pointwise, mixing_reason, name_of
-from modpass.symbols import Expr, expr_of, hint_of, shape_of, value_of
+from modpass.symbols import Expr, hint_of, shape_of, value_of
 
 __all__ = ["Analysis", "Refusal", "Sizes", "analyse"]
 
@@ -123,18 +123,16 @@ class Analysis:
         return bool(self.sizes.sequence.is_Integer)
 
 
-def analyse(nodes: list[fx.Node], seen: Mapping[fx.Node, Any] | None = None) -> Analysis:
+def analyse(nodes: list[fx.Node]) -> Analysis:
     """Analyse one region.
-
-    ``seen``: values of outside nodes as the region sees them, where they differ from the graph's own.
 
     Raises:
         Refusal: with the reason.
     """
-    region = _Region(nodes, dict(seen or {}))
+    region = _Region(nodes)
     stream, output = region.residual_stream()
     sizes, seq_dim = region.sizes(stream)
-    width = region.shape(stream)[-1]
+    width = shape_of(value_of(stream))[-1]
     if not width.is_Integer:
         raise Refusal(f"the stream's width is {width}, not a fixed number")
     found = Analysis(stream, output, sizes, seq_dim, int(width), [], [])
@@ -154,7 +152,7 @@ def analyse(nodes: list[fx.Node], seen: Mapping[fx.Node, Any] | None = None) -> 
         if reason:
             raise Refusal(f"{reason} (node {node.name})")
         for side in _sides(node, inner, stream):
-            gather = _gather(node, side, region.value(side), sizes)
+            gather = _gather(node, side, value_of(side), sizes)
             if gather is not None:
                 found.gathers[node, side] = gather
     return found
@@ -175,18 +173,12 @@ def _needed(tokens: list[fx.Node], sized: set[fx.Node], uniform: set[fx.Node]) -
 class _Region:
     """The nodes of one call of a module, and their surroundings."""
 
-    def __init__(self, nodes: list[fx.Node], seen: dict[fx.Node, Any]) -> None:
-        self.nodes, self.inside, self.seen = nodes, set(nodes), seen
-
-    def value(self, node: fx.Node) -> Any:
-        return self.seen.get(node, value_of(node))
-
-    def shape(self, node: fx.Node) -> tuple[Expr, ...]:
-        return shape_of(self.value(node))
+    def __init__(self, nodes: list[fx.Node]) -> None:
+        self.nodes, self.inside = nodes, set(nodes)
 
     def inputs(self) -> list[fx.Node]:
         outside = dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in self.inside)
-        return [a for a in outside if a.op != "get_attr" and isinstance(self.value(a), Tensor)]
+        return [a for a in outside if a.op != "get_attr" and isinstance(value_of(a), Tensor)]
 
     def outputs(self) -> list[fx.Node]:
         return [n for n in self.nodes if isinstance(value_of(n), Tensor) and any(u not in self.inside for u in n.users)]
@@ -210,8 +202,10 @@ class _Region:
         return pairs[0]
 
     def _alike(self, a: fx.Node, b: fx.Node) -> bool:
-        x, y = self.value(a), value_of(b)
-        return bool(x.is_floating_point()) and x.dtype == y.dtype and self.shape(a) == shape_of(y) and x.dim() == 3
+        x, y = value_of(a), value_of(b)
+        return (
+            bool(x.is_floating_point()) and x.dtype == y.dtype and shape_of(value_of(a)) == shape_of(y) and x.dim() == 3
+        )
 
     def _distance(self, output: fx.Node, source: fx.Node) -> int | None:
         """Steps from ``output`` back to ``source`` along sums and norms, the way of the residual."""
@@ -224,7 +218,7 @@ class _Region:
                 for n in frontier
                 if n in self.inside and name_of(n) in _RESIDUAL
                 for a in n.all_input_nodes
-                if a not in seen and self.shape(a) == shape_of(value_of(output))
+                if a not in seen and shape_of(value_of(a)) == shape_of(value_of(output))
             ]
             seen.update(steps)
             frontier, distance = list(dict.fromkeys(steps)), distance + 1
@@ -232,7 +226,7 @@ class _Region:
 
     def sizes(self, stream: fx.Node) -> tuple[Sizes, int]:
         """Batch and sequence: the sequence is what attention runs over."""
-        first, second = self.shape(stream)[:2]
+        first, second = shape_of(value_of(stream))[:2]
         attended = self.attended()
         for size in (first, second):  # keys beside the tokens (sinks) are seen by every token
             attended = [size if Sizes(first, size).surplus(a) else a for a in attended]
@@ -252,7 +246,7 @@ class _Region:
         for node in self.nodes:
             if name_of(node) == "scaled_dot_product_attention":
                 keys: Any = node.args[1]
-                found.append(self.shape(keys)[-2])
+                found.append(shape_of(value_of(keys))[-2])
             elif _scores_tokens(node):
                 found.append(shape_of(value_of(node))[-1])
         return list(dict.fromkeys(found))
@@ -392,8 +386,3 @@ def canonical_arguments(node: fx.Node) -> list[tuple[str, Any]]:
     types = {a.name: str(a.type) for a in target._schema.arguments}
     positional = zip((str(a.type) for a in target._schema.arguments), node.args, strict=False)
     return [*positional, *((types[k], v) for k, v in node.kwargs.items())]
-
-
-def expression(node: fx.Node) -> Expr:
-    """The expression of a node that is a size."""
-    return expr_of(value_of(node))

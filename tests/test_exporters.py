@@ -85,8 +85,11 @@ def test_scores_and_topk_stay_float32_in_half_precision(folder: Path) -> None:
         scored = [n.inputs[0].dtype for n in graph.graph if n.op_type == "TopK"]
         assert set(scored) == {ir.DataType.FLOAT, ir.DataType.INT64}
         assert graph.graph.initializers["model.model.layers.1.router.weight"].dtype == ir.DataType.FLOAT
-        weights = [v.dtype for n, v in graph.graph.initializers.items() if v.dtype and "proj" in str(n)]
-        assert not weights or set(weights) == {code}
+        sizes = {ir.DataType.FLOAT: 0, code: 0}
+        for value in graph.graph.initializers.values():
+            if value.dtype in sizes and value.const_value is not None:
+                sizes[value.dtype] += value.const_value.size
+        assert sizes[code] > 20 * sizes[ir.DataType.FLOAT], "nearly all weights are in half precision"
 
 
 def test_tied_weights_are_stored_once(folder: Path) -> None:

@@ -139,7 +139,6 @@ class Entry:
     inputs: Callable[[int, int, str], dict[str, Any]]
     examples: bool = True
     padding_mask: str = "attention_mask"
-    sequence: int | None = None
 
     def example_inputs(self) -> dict[str, Any] | None:
         return self.inputs(2, 23, "none") if self.examples else None
@@ -192,7 +191,6 @@ ZOO: dict[str, Entry] = {
         ),
         lambda B, S, side: {"pixel_values": torch.randn(B, 3, 56, 56)},
         examples=False,
-        sequence=17,
     ),
     "inner-rotary": Entry(lambda: Decoder(InnerRotaryAttention), lambda B, S, side: {"ids": tokens(B, S)}),
     "tril-buffer": Entry(lambda: Decoder(TrilAttention), lambda B, S, side: {"ids": tokens(B, S)}),
