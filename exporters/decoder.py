@@ -67,9 +67,8 @@ def export_decoder(
     """
     routed = model if isinstance(model, RoutedModel) else trace(model)
     skipping = skipping or ("conditional" if batch == 1 and routed.routed_blocks else "masked")
-    sizes = {"batch": batch, "max_sequence": max_sequence}
-    first = prefill(routed, sequence=prompt, padding=False, **sizes)
-    step = decode_step(routed, padding=False, skipping=skipping, **sizes)
+    first = prefill(routed, batch=batch, sequence=prompt, max_sequence=max_sequence, padding=False)
+    step = decode_step(routed, batch=batch, max_sequence=max_sequence, padding=False, skipping=skipping)
     if len(step.info.tokens) != 1:
         names = ", ".join(t.name for t in step.info.tokens)
         raise InputError(f"a session feeds one token input; this model takes {names}: trace it without the others")

@@ -42,7 +42,8 @@ class Sampler:
     def __call__(self, logits_BV: np.ndarray) -> np.ndarray:
         """The chosen ids ``[B]`` for logits ``[B, V]``."""
         if self.temperature == 0:
-            return logits_BV.argmax(-1)
+            likeliest: np.ndarray = logits_BV.argmax(-1)
+            return likeliest
         return np.array([self._draw(row) for row in logits_BV.astype(np.float64) / self.temperature])
 
     def _draw(self, logits_V: np.ndarray) -> int:

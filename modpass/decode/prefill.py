@@ -144,9 +144,9 @@ class _Prefill:
                 continue
             if not self._tokenwise(leaf):
                 continue
-            node = leaf
-            while self._tokenwise(before := node.args[0]) and len(before.users) == 1:  # type: ignore[arg-type,union-attr]
-                node = before  # type: ignore[assignment]
+            node: Any = leaf
+            while self._tokenwise(node.args[0]) and len(node.args[0].users) == 1:
+                node = node.args[0]
             found[node] = None
         return found
 
