@@ -70,9 +70,9 @@ class DecodeResult:
 def decode_table(result: DecodeResult) -> Table:
     """Tokens per second of each way, beside the ideal."""
     lines = (
-        f"{result.name}: decode at the end of a cache of {result.max_sequence} tokens, one row, ONNX Runtime on the CPU",
-        f"{1 - result.skipped_share:.1%} of routed blocks computed; a routed step reads {result.routed_bytes / 2**20:.0f} of "
-        f"{result.dense_bytes / 2**20:.0f} MiB: ideal {result.ideal:.2f}x",
+        f"{result.name}: decode at the end of a cache of {result.max_sequence} tokens, one row, ONNX Runtime, CPU",
+        f"{1 - result.skipped_share:.1%} of routed blocks computed; a routed step reads "
+        f"{result.routed_bytes / 2**20:.0f} of {result.dense_bytes / 2**20:.0f} MiB: ideal {result.ideal:.2f}x",
         f"caches {result.routed_cache_bytes / 2**20:.1f} of {result.dense_cache_bytes / 2**20:.1f} MiB",
     )
     table = Table(title="\n".join(lines), title_justify="left")

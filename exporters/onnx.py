@@ -227,7 +227,8 @@ def strip(graph: ir.Model) -> None:
     graph.graph.metadata_props.clear()
     graph.doc_string = graph.graph.doc_string = None
     graph.producer_name, graph.producer_version = "modpass", modpass.__version__
-    passes.DeduplicateInitializersPass()(graph)
+    with _quiet():
+        passes.DeduplicateInitializersPass()(graph)
 
 
 def _values(graph: ir.Model) -> Iterator[ir.Value]:
