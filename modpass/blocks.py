@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from modpass.analysis import Analysis, Refusal, analyse
+from modpass.examine import Examiner
 from modpass.mixing import name_of
 from modpass.reopen import Reopened, Reopener
 from modpass.symbols import shape_of, value_of
@@ -90,8 +91,10 @@ def _sides(block: Block) -> str:
     return "; ".join(f"{n}: {g}" for n, g in names.items()) or "none"
 
 
-def find_blocks(model: nn.Module | ExportedProgram, example_inputs: Any = None) -> Blocks:
+def find_blocks(model: nn.Module | ExportedProgram, example_inputs: Any = None, *, check: bool | None = None) -> Blocks:
     """The blocks of ``model`` that could be routed, and each refusal with its reason. Changes nothing.
+
+    ``check`` as in ``mod_transform``.
 
     Raises:
         TraceError: the model cannot be traced.
@@ -103,10 +106,10 @@ def find_blocks(model: nn.Module | ExportedProgram, example_inputs: Any = None) 
     >>> find_blocks(encoder, (torch.randn(2, 5, 8),)).names()
     ['layers.0', 'layers.1']
     """
-    return locate(capture(model, example_inputs))
+    return locate(capture(model, example_inputs), check)
 
 
-def locate(traced: Traced) -> Blocks:
+def locate(traced: Traced, check: bool | None = None) -> Blocks:
     """Find the blocks of a traced model."""
     reopener = Reopener(traced)
     candidates = _candidates(traced.graph_module.graph)
@@ -117,7 +120,16 @@ def locate(traced: Traced) -> Blocks:
             found.append(_as_block(candidate, reopener))
         except Refusal as e:
             skipped.append(Skipped(candidate.name, candidate.kind, str(e)))
-    return Blocks(tuple(found), tuple(skipped))
+    examiner = Examiner(traced, reopener, found, check)
+    passed: list[Block] = []
+    for block in found:
+        try:
+            examiner.examine(block)
+            passed.append(block)
+        except Refusal as e:
+            skipped.append(Skipped(block.name, block.kind, str(e)))
+    order = [c.name for c in candidates]
+    return Blocks(tuple(passed), tuple(sorted(skipped, key=lambda s: order.index(s.name))))
 
 
 @dataclass

@@ -225,6 +225,7 @@ class _Outliner:
         self.prefix, self.analysis = f"{name}.", analysis
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {analysis.stream: self.graph.placeholder("x")}
+        self.env[analysis.stream].meta["val"] = value_of(analysis.stream)
         self.sizes: dict[sympy.Expr, fx.Node] = {}
         self.sides: dict[tuple[fx.Node, Gather | None], fx.Node] = {}
         self.owned: dict[str, fx.Node] = {}

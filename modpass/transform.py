@@ -38,6 +38,7 @@ def mod_transform(
     selection: Selection = "expert_choice",
     example_inputs: Any = None,
     padding_mask: str = "attention_mask",
+    check: bool | None = None,
     generator: torch.Generator | None = None,
 ) -> RoutedModel:
     """Turn a model into a Mixture-of-Depths model (arXiv 2404.02258); the model itself is left as it was.
@@ -52,6 +53,9 @@ def mod_transform(
         example_inputs: a tuple, a dict or ``(tuple, dict)``; may be left out where the model says what it takes.
         padding_mask: the ``[batch, sequence]`` input whose zeros are padding, which never takes a slot from a
             real token; "~name" where its ones are.
+        check: run blocks on the example inputs with their tokens permuted and some left out, and refuse one whose
+            tokens meet outside attention. None: blocks that hold an operator unknown to modpass; True: every
+            block; False: none, and unknown operators are refused.
         generator: draws the noise of "stochastic".
 
     Returns:
@@ -75,7 +79,7 @@ def mod_transform(
     if not isinstance(capacity, Mapping):
         check_capacity(capacity)
     traced = capture(model, example_inputs)
-    found = locate(traced)
+    found = locate(traced, check)
     picked = _pick(found, every, blocks)
     capacities = _capacities(capacity, picked, found)
     settings = {"capacity": capacities, "gate": gate, "selection": selection, "padding_mask": padding_mask}
