@@ -21,7 +21,7 @@ __all__ = ["Analysis", "Refusal", "Sizes", "analyse"]
 
 SEQUENCE = sympy.Symbol("S", positive=True, integer=True)
 _ATTENTION = {"softmax", "_softmax", "_safe_softmax", "scaled_dot_product_attention"}
-_RESIDUAL = {
+RESIDUAL = {
     "add",
     "add_",
     "sub",
@@ -220,7 +220,7 @@ class _Region:
             steps = [
                 a
                 for n in frontier
-                if n in self.inside and name_of(n) in _RESIDUAL
+                if n in self.inside and name_of(n) in RESIDUAL
                 for a in n.all_input_nodes
                 if a not in seen and shape_of(value_of(a)) == shape_of(value_of(output))
             ]
