@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Body",
     "Side",
+    "copy_graph",
     "drop_inputs",
     "normalise",
     "outline",
@@ -31,6 +32,7 @@ __all__ = [
     "splice",
     "summands",
     "switch_dropout",
+    "undo_dropout",
 ]
 
 aten = torch.ops.aten
@@ -226,8 +228,9 @@ class _Outliner:
     def __init__(self, name: str, analysis: Analysis) -> None:
         self.prefix, self.analysis = f"{name}.", analysis
         self.graph = fx.Graph()
-        self.env: dict[fx.Node, fx.Node] = {analysis.stream: self.graph.placeholder("x")}
-        self.env[analysis.stream].meta["val"] = value_of(analysis.stream)
+        x = self.graph.placeholder("x")
+        x.meta["val"] = value_of(analysis.stream)
+        self.env: dict[fx.Node, fx.Node] = {analysis.stream: x}
         self.sizes: dict[sympy.Expr, fx.Node] = {}
         self.sides: dict[tuple[fx.Node, Gather | None], fx.Node] = {}
         self.owned: dict[str, fx.Node] = {}
@@ -309,7 +312,7 @@ def regroup(total: fx.Node, stream: fx.Node, terms: tuple[fx.Node, ...]) -> fx.N
         first = partial
         for term in rest[:-1]:
             partial = _sum(graph, partial, term, total)
-    total.args, total.kwargs = (partial, rest[-1]), {}
+    total.target, total.args, total.kwargs = aten.add.Tensor, (partial, rest[-1]), {}
     return first
 
 
@@ -332,6 +335,13 @@ def summands(total: fx.Node) -> list[fx.Node]:
 def _is_inner(node: fx.Node, total: fx.Node) -> bool:
     alike: bool = getattr(value_of(node), "shape", None) == value_of(total).shape
     return set(node.users) == {total} and alike and node.op == "call_function"
+
+
+def copy_graph(graph_module: fx.GraphModule) -> fx.Graph:
+    """A copy of a module's graph whose nodes may be changed; it refers to the same submodules."""
+    graph = fx.Graph(owning_module=graph_module)
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    return graph
 
 
 def replace_call(graph: fx.Graph, target: str, output: fx.Node, arguments: tuple[fx.Node | None, ...]) -> fx.Node:
@@ -374,6 +384,23 @@ def _attention_module(node: fx.Node) -> tuple[nn.Module, tuple[Any, ...], dict[s
     rate = given.pop("dropout_p", 0.0)
     tensors = tuple(given.pop(n) for n in ("query", "key", "value"))
     return (AttentionDropout(float(rate)), tensors, given) if rate else None
+
+
+def undo_dropout(graph_module: fx.GraphModule) -> fx.Graph:
+    """A copy of a module's graph as it is in eval mode, with plain operators where dropout modules were."""
+    graph = copy_graph(graph_module)
+    for node in list(graph.nodes):
+        module = graph_module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(module, nn.Dropout):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif isinstance(module, AttentionDropout):
+            with graph.inserting_before(node):
+                plain = graph.call_function(aten.scaled_dot_product_attention.default, node.args, node.kwargs)
+            plain.meta = dict(node.meta)
+            node.replace_all_uses_with(plain)
+            graph.erase_node(node)
+    return graph
 
 
 def retarget(graph_module: fx.GraphModule, device: torch.device) -> None:
