@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from modpass.analysis import Analysis, Refusal, analyse
@@ -41,6 +41,38 @@ class Block:
         return re.sub(r"\d+(@\d+)?", "*", self.name)
 
     @property
+    def sides(self) -> dict[str, str]:
+        """Each side input by name, and the dims by which it follows the chosen tokens; "whole" if by none."""
+        found: dict[str, str] = {}
+        for node in self.analysis.tokens:
+            for side in node.all_input_nodes:
+                gather = self.analysis.gathers.get((node, side))
+                if gather is not None:
+                    found[side.name] = str(gather)
+                elif self._is_whole(side):
+                    found.setdefault(side.name, "whole")
+        return found
+
+    def _is_whole(self, side: fx.Node) -> bool:
+        """Whether an ungathered value is worth a word: it comes from outside, or has a free length of its own."""
+        analysis = self.analysis
+        if (
+            side in (analysis.stream, *analysis.tokens)
+            or side.op == "get_attr"
+            or not isinstance(value_of(side), Tensor)
+        ):
+            return False
+        free = any(not s.is_Integer and not analysis.sizes.is_batch(s) for s in shape_of(value_of(side)))
+        return free or side not in analysis.hoisted
+
+    @property
+    def hoisted(self) -> tuple[str, ...]:
+        """What the block makes without its tokens and then uses with them: computed once, at the full length."""
+        made = set(self.analysis.hoisted)
+        read = dict.fromkeys(a.name for n in self.analysis.tokens for a in n.all_input_nodes if a in made)
+        return tuple(read)
+
+    @property
     def stream_shape(self) -> str:
         """The stream's shape in words of the trace: ``[B, S, 576]``."""
         order = ["B", "S"] if self.analysis.seq_dim == 1 else ["S", "B"]
@@ -62,6 +94,12 @@ class Blocks:
 
     found: tuple[Block, ...]
     skipped: tuple[Skipped, ...]
+    order: tuple[str, ...] = ()
+
+    def candidates(self) -> list[Block | Skipped]:
+        """Both kinds, in the order in which they run."""
+        place = {name: i for i, name in enumerate(self.order)}
+        return sorted([*self.found, *self.skipped], key=lambda c: place.get(c.name, 0))
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self.found)
@@ -87,8 +125,7 @@ class Blocks:
 
 
 def _sides(block: Block) -> str:
-    names = {side.name: gather for (_, side), gather in block.analysis.gathers.items()}
-    return "; ".join(f"{n}: {g}" for n, g in names.items()) or "none"
+    return "; ".join(f"{n}: {g}" for n, g in block.sides.items()) or "none"
 
 
 def find_blocks(model: nn.Module | ExportedProgram, example_inputs: Any = None, *, check: bool | None = None) -> Blocks:
@@ -128,8 +165,8 @@ def locate(traced: Traced, check: bool | None = None) -> Blocks:
             passed.append(block)
         except Refusal as e:
             skipped.append(Skipped(block.name, block.kind, str(e)))
-    order = [c.name for c in candidates]
-    return Blocks(tuple(passed), tuple(sorted(skipped, key=lambda s: order.index(s.name))))
+    order = tuple(c.name for c in candidates)
+    return Blocks(tuple(passed), tuple(sorted(skipped, key=lambda s: order.index(s.name))), order)
 
 
 @dataclass

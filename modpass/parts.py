@@ -39,7 +39,7 @@ def with_part(blocks: Blocks, parts: Parts) -> Blocks:
             found.append(block)
         except Refusal as e:
             skipped.append(Skipped(block.name, block.kind, f"parts='{parts}': {e}"))
-    return Blocks(tuple(found), tuple(skipped))
+    return replace(blocks, found=tuple(found), skipped=tuple(skipped))
 
 
 def find_cut(analysis: Analysis, kind: str) -> Cut:
