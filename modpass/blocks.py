@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from modpass.analysis import Analysis, Refusal, analyse
 from modpass.examine import Examiner
 from modpass.mixing import name_of
 from modpass.reopen import Reopened, Reopener
+from modpass.sides import side_inputs
 from modpass.symbols import shape_of, value_of
 from modpass.tracing import Traced, capture
 
@@ -39,38 +40,6 @@ class Block:
     def group(self) -> str:
         """The path with its numbers left out: blocks of one stack share it."""
         return re.sub(r"\d+(@\d+)?", "*", self.name)
-
-    @property
-    def sides(self) -> dict[str, str]:
-        """Each side input by name, and the dims by which it follows the chosen tokens; "whole" if by none."""
-        found: dict[str, str] = {}
-        for node in self.analysis.tokens:
-            for side in node.all_input_nodes:
-                gather = self.analysis.gathers.get((node, side))
-                if gather is not None:
-                    found[side.name] = str(gather)
-                elif self._is_whole(side):
-                    found.setdefault(side.name, "whole")
-        return found
-
-    def _is_whole(self, side: fx.Node) -> bool:
-        """Whether an ungathered value is worth a word: it comes from outside, or has a free length of its own."""
-        analysis = self.analysis
-        if (
-            side in (analysis.stream, *analysis.tokens)
-            or side.op == "get_attr"
-            or not isinstance(value_of(side), Tensor)
-        ):
-            return False
-        free = any(not s.is_Integer and not analysis.sizes.is_batch(s) for s in shape_of(value_of(side)))
-        return free or side not in analysis.hoisted
-
-    @property
-    def hoisted(self) -> tuple[str, ...]:
-        """What the block makes without its tokens and then uses with them: computed once, at the full length."""
-        made = set(self.analysis.hoisted)
-        read = dict.fromkeys(a.name for n in self.analysis.tokens for a in n.all_input_nodes if a in made)
-        return tuple(read)
 
     @property
     def stream_shape(self) -> str:
@@ -125,7 +94,7 @@ class Blocks:
 
 
 def _sides(block: Block) -> str:
-    return "; ".join(f"{n}: {g}" for n, g in block.sides.items()) or "none"
+    return "; ".join(f"{n}: {g}" for n, g in side_inputs(block.analysis).items()) or "none"
 
 
 def find_blocks(model: nn.Module | ExportedProgram, example_inputs: Any = None, *, check: bool | None = None) -> Blocks:

@@ -9,6 +9,7 @@ from typing import Any
 from modpass.blocks import Block, Blocks, Skipped
 from modpass.errors import require
 from modpass.parts import parts_of
+from modpass.sides import hoisted_values, side_inputs
 
 __all__ = ["picture"]
 
@@ -54,9 +55,9 @@ class _Drawing:
             self._sides(candidate, box)
 
     def _sides(self, block: Block, box: str) -> None:
-        for name, gather in block.sides.items():
+        for name, gather in side_inputs(block.analysis).items():
             # A value that the block makes itself, or that its own trace names, is no other block's.
-            own = name in block.hoisted or block.reopened is not None
+            own = name in hoisted_values(block.analysis) or block.reopened is not None
             side = self._node(f"{block.name if own else ''} {name}", name, shape="ellipse", style="dashed" * own)
             self._edge(side, box, gather, style="dashed")
 
@@ -77,8 +78,8 @@ def _label(candidate: Block | Skipped) -> str:
         return f"{title}\nrefused: {candidate.reason}"
     parts = [name for name, cut in parts_of(candidate.analysis).items() if not isinstance(cut, str)]
     lines = [title, f"stream {candidate.stream_shape}", f"parts: {', '.join(['block', *parts])}"]
-    if candidate.hoisted:
-        lines.append(f"hoisted: {', '.join(candidate.hoisted)}")
+    if hoisted := hoisted_values(candidate.analysis):
+        lines.append(f"hoisted: {', '.join(hoisted)}")
     return "\n".join(lines)
 
 

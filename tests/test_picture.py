@@ -12,6 +12,7 @@ import transformers
 import modpass
 from modpass.errors import MissingExtraError
 from modpass.picture import picture
+from modpass.sides import side_inputs
 from tests.test_cli import DECODER, Capture, fails, run
 from tests.zoo import make, tokens
 
@@ -38,8 +39,8 @@ def test_what_a_decoder_takes_from_its_encoder_is_shown_as_whole() -> None:
     blocks = modpass.find_blocks(transformers.T5ForConditionalGeneration(config).eval())
     decoder = [b for b in blocks if b.name.startswith("decoder")]
     assert len(decoder) == 2
-    assert all("whole" in b.sides.values() for b in decoder)
-    assert not any("whole" in b.sides.values() for b in blocks if b.name.startswith("encoder"))
+    assert all("whole" in side_inputs(b.analysis).values() for b in decoder)
+    assert not any("whole" in side_inputs(b.analysis).values() for b in blocks if b.name.startswith("encoder"))
 
 
 def test_the_command_writes_the_picture_with_refusals(tmp_path: Path, capsys: Capture) -> None:

@@ -17,6 +17,7 @@ from modpass.files import whole_file
 from modpass.model import RoutedModel
 from modpass.parts import parts_of
 from modpass.picture import picture
+from modpass.sides import hoisted_values, side_inputs
 
 __all__ = ["command"]
 
@@ -84,8 +85,8 @@ def _print_found(model: nn.Module, blocks: Blocks) -> None:
                 block.stream_shape,
                 f"{count:,}",
                 ", ".join(n for n, cut in parts_of(block.analysis).items() if not isinstance(cut, str)) or "none",
-                "\n".join(f"{side}: {gather}" for side, gather in block.sides.items()) or "none",
-                ": ".join(filter(None, [str(len(block.analysis.hoisted)), ", ".join(block.hoisted)])),
+                "\n".join(f"{side}: {gather}" for side, gather in side_inputs(block.analysis).items()) or "none",
+                ": ".join(filter(None, [str(len(block.analysis.hoisted)), ", ".join(hoisted_values(block.analysis))])),
             )
             table.add_row(*map(Text, row))
         out.print(table)
