@@ -67,9 +67,9 @@ def dependent(graph: fx.Graph, *sources: fx.Node) -> list[fx.Node]:
     """The tensor nodes that depend on ``sources``, in order."""
     found: dict[fx.Node, None] = dict.fromkeys(sources)
     for node in graph.nodes:
-        if node.op not in ("placeholder", "output") and name_of(node) != "sym_size":
-            if any(a in found for a in node.all_input_nodes):
-                found[node] = None
+        plain = node.op in ("placeholder", "output") or name_of(node) == "sym_size"
+        if not plain and any(a in found for a in node.all_input_nodes):
+            found[node] = None
     return [n for n in found if n not in sources]
 
 
@@ -121,6 +121,8 @@ def mask_unused(mask: Any, used_Bk: Tensor) -> Tensor:
     if mask is None:
         return seen
     if mask.dtype != torch.bool:
-        return mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+        added: Tensor = mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+        return added
     eye = torch.eye(used_Bk.shape[1], dtype=torch.bool, device=mask.device)
-    return (mask & used_Bk[:, None, None, :]) | eye
+    both: Tensor = (mask & used_Bk[:, None, None, :]) | eye
+    return both

@@ -108,7 +108,19 @@ _REDUCES = {
 _PLACES = {"argmax", "argmin", "topk", "sort", "argsort"}  # what they return is a place among the keys
 _ORDERED = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "roll"}
 # Elementwise in fact, without the tag that says so.
-_POINTWISE = {"__and__", "__or__", "__xor__", "masked_fill", "floor_divide", "copy", "where", "clamp", "one_hot", "nan_to_num", "lerp"}
+_POINTWISE = {
+    "__and__",
+    "__or__",
+    "__xor__",
+    "masked_fill",
+    "floor_divide",
+    "copy",
+    "where",
+    "clamp",
+    "one_hot",
+    "nan_to_num",
+    "lerp",
+}
 _INDEXED = {
     "gather",
     "scatter",

@@ -19,14 +19,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Setting", "hidden_keys", "reference_choice", "routed_reference"]
+__all__ = ["Setting", "causal_choice", "hidden_keys", "reference_choice", "routed_reference"]
 
 
 class Setting:
-    """How one block is routed: its capacity, gate, router weight ``[D]`` and sequence dim."""
+    """How one block is routed: its capacity, gate, router weight ``[D]``, sequence dim and selection.
 
-    def __init__(self, capacity: float, gate: str, weight: Tensor, seq_dim: int = 1) -> None:
+    max_sequence: for causal selection, the length that the capacity is a share of (None: the sequence's own).
+    """
+
+    def __init__(
+        self,
+        capacity: float,
+        gate: str,
+        weight: Tensor,
+        seq_dim: int = 1,
+        selection: str = "expert_choice",
+        max_sequence: int | None = None,
+    ) -> None:
         self.capacity, self.gate, self.weight, self.seq_dim = capacity, gate, weight, seq_dim
+        self.selection, self.max_sequence = selection, max_sequence
+
+    def choose(self, scores: list[float], keep: list[bool] | None) -> list[int]:
+        """The chosen positions of one row."""
+        if self.selection == "causal":
+            return causal_choice(scores, self.capacity, keep, self.max_sequence)
+        return reference_choice(scores, self.capacity, keep)
 
 
 def reference_choice(scores: list[float], capacity: float, keep: list[bool] | None = None) -> list[int]:
@@ -43,6 +61,21 @@ def reference_choice(scores: list[float], capacity: float, keep: list[bool] | No
         return (1 if padded else 0, 0.0 if padded else -max(score, -3.4028234663852886e38), i)
 
     return sorted(sorted(range(len(scores)), key=order)[:count])
+
+
+def causal_choice(
+    scores: list[float], capacity: float, keep: list[bool] | None = None, max_sequence: int | None = None
+) -> list[int]:
+    """The chosen positions of one row, token by token: each that passes takes a slot while there is one.
+
+    >>> causal_choice([0.5, -2.0, 2.0, 1.0], 0.5)
+    [0, 2]
+    """
+    count, chosen = max(1, math.floor(capacity * (max_sequence or len(scores)) + 1e-6)), list[int]()
+    for i, score in enumerate(scores):
+        if score > 0 and (keep is None or keep[i]) and len(chosen) < count:
+            chosen.append(i)
+    return chosen
 
 
 @contextmanager
@@ -109,9 +142,8 @@ def _routed(
         fits = keep if keep is not None and keep.shape == x_BSD.shape[:2] else None
         scores = [[(token.float() * setting.weight).sum() for token in row] for row in x_BSD]
         chosen = [
-            reference_choice(
+            setting.choose(
                 [s.detach().item() for s in row],
-                setting.capacity,
                 None if fits is None else [bool(v) for v in fits[b]],
             )
             for b, row in enumerate(scores)

@@ -194,9 +194,7 @@ class RoutedBlock(nn.Module):
         update_BkD = self.combine(x_BkD, y_BkD, gather_tokens(scores_BS, safe_Bk))
         return write_back(F.pad(x_BSD, (0, 0, 0, 1)), update_BkD, index_Bk)[:, :S]
 
-    def _run(
-        self, body: nn.Module, x_BkD: Tensor, index_Bk: Tensor, sides: Sequence[Any], *used: Tensor
-    ) -> Tensor:
+    def _run(self, body: nn.Module, x_BkD: Tensor, index_Bk: Tensor, sides: Sequence[Any], *used: Tensor) -> Tensor:
         taken = [s if g is None else take(s, index_Bk, g) for s, g in zip(sides, self.gathers, strict=True)]
         x_k = x_BkD if self.seq_dim == 1 else x_BkD.transpose(0, 1)
         y_k: Tensor = body(x_k, *taken, *self.own(), *used)

@@ -16,6 +16,7 @@ from modpass.causal import dependent
 from modpass.decode.copy import CacheSpec, StepCopy
 from modpass.decode.worlds import FullLength
 from modpass.functional import Gather, take
+from modpass.functional import slots as slots_of
 from modpass.rewrite import undo_dropout
 from modpass.routing import RoutedBlock
 from modpass.symbols import shape_of, value_of
@@ -36,8 +37,10 @@ class StepBlock(nn.Module):
     def __init__(self, block: RoutedBlock, rows: int, slots: int, known: dict[Any, int], skipping: str) -> None:
         super().__init__()
         self.name, self.slots, self.seq_dim, self.skipping = block.name, slots, block.seq_dim, skipping
-        self.body, self.caches, self.queries, self.keys = _step_body(block, slots, known)
-        self.rows = max(1, int(block.capacity * rows + 1e-6)) if skipping == "batch_capacity" else rows
+        self.rows = slots_of(block.capacity, rows) if skipping == "batch_capacity" else rows
+        self.body, self.caches, self.queries, self.keys = _step_body(block, slots, known, self.rows)
+        for cache in self.caches:
+            cache.shape = (cache.shape[0] // self.rows * rows, *cache.shape[1:])
         self._block = [block]  # in a list: its parameters are registered where the model has them
 
     @property
@@ -57,7 +60,7 @@ class StepBlock(nn.Module):
         if self.skipping == "batch_capacity":
             taken_B, out_B1D, rows = self._top_rows(taken_B, operands)
         elif self.skipping == "conditional":
-            out_B1D, *rows = torch.cond(taken_B.any(), self._compute, self._skip, operands)
+            out_B1D, *rows = _branch(taken_B.any(), self._compute, self._skip, operands)
         else:
             out_B1D, *rows = self._compute(*operands)
         out_B1D = torch.where(taken_B[:, None, None], out_B1D, x_B1D)
@@ -75,19 +78,20 @@ class StepBlock(nn.Module):
         x = x_B1D if self.seq_dim == 1 else x_B1D.transpose(0, 1)
         y, *rows = self.body(x, slot_B, *caches, *seen, *self.block.own())
         y_B1D = y if self.seq_dim == 1 else y.transpose(0, 1)
-        return (self.block.combine(x_B1D, y_B1D, scores_B1), *rows)
+        return tuple(_own(t) for t in (self.block.combine(x_B1D, y_B1D, scores_B1), *rows))
 
     def _skip(self, x_B1D: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         caches = given[4 : 4 + len(self.caches)]
         rows = (c.narrow(spec.dim, 0, 1) for spec, c in zip(self.caches, caches, strict=True))
-        return (x_B1D.clone(), *(torch.zeros_like(r) for r in rows))
+        return (_own(x_B1D), *(torch.zeros(r.shape, dtype=r.dtype, device=r.device) for r in rows))
 
     def _top_rows(self, taken_B: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Compute the best rows by score alone; the others wait for another token."""
         B = taken_B.shape[0]
         ranked_B = torch.where(taken_B, operands[1][:, 0], float("-inf"))
         best_R = ranked_B.topk(self.rows).indices
-        part = [o.index_select(d, best_R) if (d := self._row_dim(i, o, B)) is not None else o for i, o in enumerate(operands)]
+        dims = [self._row_dim(i, o, B) for i, o in enumerate(operands)]
+        part = [o if d is None else o.index_select(d, best_R) for o, d in zip(operands, dims, strict=True)]
         out_R1D, *rows_R = self._compute(*part)
         out_B1D = operands[0].index_copy(0, best_R, out_R1D)
         rows = [
@@ -114,11 +118,23 @@ class StepBlock(nn.Module):
         return 0
 
 
+def _own(x: Tensor) -> Tensor:
+    """A copy, as the outputs of a conditional may share no memory."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _branch(pred: Tensor, yes: Any, no: Any, operands: tuple[Tensor, ...]) -> Any:
+    """One of two functions: a conditional of the graph where one is made, plain Python in eager mode."""
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return torch.cond(pred, yes, no, operands)
+    return yes(*operands) if pred else no(*operands)
+
+
 Gathers = tuple[Gather | None, ...]
 
 
 def _step_body(
-    block: RoutedBlock, slots: int, known: dict[Any, int]
+    block: RoutedBlock, slots: int, known: dict[Any, int], rows: int
 ) -> tuple[fx.GraphModule, tuple[CacheSpec, ...], Gathers, Gathers]:
     """The body on one token, ``(x, slot_B, *caches, *sides, *owned)``, its caches, and how sides are gathered."""
     source = undo_dropout(block.body)
@@ -126,7 +142,7 @@ def _step_body(
     sides = dict(zip(rest, block.gathers, strict=False))
     shape = shape_of(value_of(stream))
     sizes = Sizes(shape[1 - block.seq_dim], shape[block.seq_dim])
-    copy = _BodyCopy(source, stream, sides, sizes, known, slots)
+    copy = _BodyCopy(source, stream, sides, sizes, {**known, sizes.batch: rows}, slots)
     module = fx.GraphModule(copy.tables(), copy.graph, "StepBody")
     queries, keys = zip(*(copy.split[s] for s in sides), strict=True) if sides else ((), ())
     return module, tuple(copy.caches), queries, keys
@@ -177,7 +193,9 @@ class _BodyCopy(StepCopy):
             keys = tuple(d for d in gather.dims if keyed and d == last)
             self.split[side] = (
                 Gather(gather.rank, gather.batch, gather.batched, queries, gather.repeat) if queries else None,
-                Gather(gather.rank, gather.batch, gather.batched or bool(queries), keys, gather.repeat) if keys else None,
+                Gather(gather.rank, gather.batch, gather.batched or bool(queries), keys, gather.repeat)
+                if keys
+                else None,
             )
         return self.outer[side]
 
@@ -190,4 +208,3 @@ class _BodyCopy(StepCopy):
             if self.sizes.carries(size) and not (keyed and dim == len(shape) - 1):
                 made = self.graph.call_function(torch.narrow, (made, dim, 0, 1))
         return made
-

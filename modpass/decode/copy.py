@@ -195,4 +195,3 @@ def _expr(node: fx.Node) -> Any:
 def _as_number(node: fx.Node) -> bool:
     """Whether a node takes a size as a number to compute with, not as a shape."""
     return any(kind == "number" and isinstance(a, fx.Node) and is_size(a) for kind, a in canonical_arguments(node))
-

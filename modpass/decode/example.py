@@ -20,7 +20,8 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(y.transpose(1, 2).flatten(2))
+        out: Tensor = x + self.out(y.transpose(1, 2).flatten(2))
+        return out
 
 
 class _Decoder(nn.Module):
@@ -33,7 +34,8 @@ class _Decoder(nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        return x @ self.embed.weight.T
+        logits: Tensor = x @ self.embed.weight.T
+        return logits
 
 
 def tiny_decoder(routed: bool = False) -> RoutedModel:

@@ -144,9 +144,9 @@ class _Prefill:
                 continue
             if not self._tokenwise(leaf):
                 continue
-            node = leaf
-            while self._tokenwise(before := node.args[0]) and len(before.users) == 1:  # type: ignore[arg-type,union-attr]
-                node = before  # type: ignore[assignment]
+            node: Any = leaf
+            while self._tokenwise(node.args[0]) and len(node.args[0].users) == 1:
+                node = node.args[0]
             found[node] = None
         return found
 
@@ -198,9 +198,7 @@ class _Prefill:
             results += [self.graph.call_function(_item, (call, i + 1)) for i in range(2 + len(block.caches))]
         self.graph.output(tuple(results))
         names = tuple(self.outer.model.output_names[: len(leaves)])
-        info = StepInfo(
-            self.outer.rows, self.max_sequence, tuple(self.inputs), tuple(caches), tuple(routing), names
-        )
+        info = StepInfo(self.outer.rows, self.max_sequence, tuple(self.inputs), tuple(caches), tuple(routing), names)
         modules = {f"prefill_{i}": b for i, (b, _) in enumerate(self.blocks)}
         return PrefillModel.build(self.outer.model, self.graph, info, self.ones, modules)
 
@@ -239,4 +237,3 @@ def pad_to(x: Tensor, dim: int, size: int) -> Tensor:
 def _item(values: Any, index: int) -> Tensor:
     result: Tensor = values[index]
     return result
-

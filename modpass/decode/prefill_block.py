@@ -53,7 +53,7 @@ class PrefillBlock(nn.Module):
         """Run the first N tokens that pass, and keep what decode needs of them."""
         block = self.block
         x_BSD = x if block.seq_dim == 1 else x.transpose(0, 1)
-        B, S = x_BSD.shape[:2]
+        S = x_BSD.shape[1]
         k = min(self.slots, S)
         scores_BS = block.router(x_BSD)
         real_BS = torch.arange(S, device=x.device) < length_B[:, None]

@@ -75,6 +75,7 @@ class Rows:
     def _leads(self, node: fx.Node) -> bool:
         """Whether a new dim comes before every other that is not one."""
         source: Any = node.args[0]
-        shape, dim = shape_of(value_of(source)), node.args[1]
-        place = dim if dim >= 0 else dim + len(shape) + 1  # type: ignore[operator]
-        return all(size == 1 for size in shape[:place])
+        dim: Any = node.args[1]
+        shape = shape_of(value_of(source))
+        place = dim if dim >= 0 else dim + len(shape) + 1
+        return all(size == 1 for size in shape[: int(place)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -208,8 +207,6 @@ class _Step(StepCopy):
         return tuple(self.outer.model.output_names[: len(leaves)])
 
 
-
 def _item(values: Any, index: int) -> Tensor:
     result: Tensor = values[index]
     return result
-

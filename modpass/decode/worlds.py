@@ -120,5 +120,3 @@ class FullLength:
             return None
         args, kwargs = self.arguments(node, self.constant)
         return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
