@@ -182,6 +182,22 @@ def test_onnx_runtime_agrees_on_a_routed_branch(tmp_path: Any, parts: modpass.Pa
     assert set(report.choices) == {"model.layers.1", "model.layers.3"}
 
 
+@pytest.mark.parametrize("parts", ["attention", "mlp"])
+@pytest.mark.parametrize("name", ["llama", "parallel"])
+def test_decode_steps_of_a_routed_branch_equal_the_full_forward(name: str, parts: modpass.Parts) -> None:
+    from modpass.decode import decode_step
+
+    B, S = 2, 12
+    routed = modpass.mod_transform(CASES[name].make(), 0.5, parts=parts, selection="causal")
+    step, ids = decode_step(routed, batch=B, max_sequence=S, padding=False), tokens(B, S)
+    lengths = [cache.shape[2] for cache in step.caches]
+    assert sorted(lengths) == [6] * 4 * (parts == "attention") + [12] * (4 if parts == "attention" else 8)
+    state = step.state()
+    with torch.no_grad():
+        rows = [step.advance({"input_ids": ids[:, p : p + 1]}, torch.full((B,), p), state)["logits"] for p in range(S)]
+        assert relative(torch.cat(rows, 1), routed(input_ids=ids).logits) < 1e-5
+
+
 class OneResidual(nn.Module):
     """Attention and MLP side by side, joined before their one projection."""
 
