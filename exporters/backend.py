@@ -81,6 +81,12 @@ class OnnxRuntimeBackend:
         logits: np.ndarray = self.first[self.manifest.logits][:, 0]
         return logits
 
+    def swap(self, pairs: Mapping[str, str]) -> None:
+        """Let the next step read as input what the last one wrote as output, by (input, output) names."""
+        for name, output in pairs.items():
+            self.arrays[name], self.new[output] = self.new[output], self.arrays[name]
+        self.step_binding.bind({n: self.arrays[n] for n in pairs}, {o: self.new[o] for o in pairs.values()})
+
     def step(self, tokens: np.ndarray, position: np.ndarray) -> np.ndarray:
         """One token a row; see ``Backend``."""
         self.tokens[:], self.position[:] = tokens, position
@@ -111,8 +117,14 @@ class _Bound:
         inputs: Mapping[str, np.ndarray],
         outputs: Mapping[str, np.ndarray],
     ) -> None:
-        self.session, self.held = session, (inputs, outputs)
+        self.session = session
         self.binding = session.io_binding()
+        self.held: dict[str, np.ndarray] = {}
+        self.bind(inputs, outputs)
+
+    def bind(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> None:
+        """Bind arrays, in the place of those of the same names before."""
+        self.held |= {**inputs, **outputs}
         for name, array in inputs.items():
             self.binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         for name, array in outputs.items():

@@ -134,7 +134,7 @@ class DecoderSession:
                     done[row] = token in stop
             if all(done) or step == max_new_tokens - 1 or int(position.max()) >= self.manifest.max_sequence:
                 break
-            logits = self._step(np.resize(chosen, self.manifest.batch), position, statistics, ~np.array(done))
+            logits = self.step(np.resize(chosen, self.manifest.batch), position, statistics, ~np.array(done))
             position += 1
         statistics.decode_seconds = time.perf_counter() - started
         return Generation(made, statistics)
@@ -170,13 +170,13 @@ class DecoderSession:
         for _ in range(longest - limit):
             active = np.array([position[i] < len(r) for i, r in enumerate(filled)])
             tokens = np.array([r[min(int(position[i]), len(r) - 1)] for i, r in enumerate(filled)], np.int64)
-            fresh = self._step(tokens, position, Statistics(), active)
+            fresh = self.step(tokens, position, Statistics(), active)
             kept[active] = fresh[active]
             position += active
         statistics.prefill_seconds = time.perf_counter() - started
         return kept, position
 
-    def _step(self, tokens: np.ndarray, position: np.ndarray, statistics: Statistics, active: np.ndarray) -> np.ndarray:
+    def step(self, tokens: np.ndarray, position: np.ndarray, statistics: Statistics, active: np.ndarray) -> np.ndarray:
         """One token a row; rows that are not active leave no trace in the caches."""
         at = np.minimum(position, self.manifest.max_sequence - 1)
         logits = self.backend.step(tokens.reshape(-1, 1), at)

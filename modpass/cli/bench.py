@@ -73,6 +73,13 @@ Out = Annotated[
         help="Also write a report into this folder: markdown, JSON, plot (pip install 'modpass[bench]').",
     ),
 ]
+Decode = Annotated[
+    bool,
+    typer.Option("--decode", help="Measure decode instead: tokens per second, one row, at the end of a full cache."),
+]
+MaxSequence = Annotated[
+    int, typer.Option("--max-sequence", metavar="N", min=32, help="With --decode: tokens that the caches hold.")
+]
 WeightsDtype = Annotated[Dtype, typer.Option("--dtype", help="Type of the weights.")]
 
 
@@ -93,6 +100,8 @@ def command(
     out: Out = None,
     dtype: WeightsDtype = "float32",
     seed: Seed = 0,
+    decode: Decode = False,
+    max_sequence: MaxSequence = 1024,
 ) -> None:
     """Measure MODEL dense and routed in turn.
 
@@ -101,6 +110,9 @@ def command(
     """
     from modpass.bench import Plan, run_case, table
 
+    if decode:
+        _decode(model, capacity, every, max_sequence, repeats, warmup, seed, out)
+        return
     given = Routing(capacity=capacity, every=every, gate=gate, selection=selection, parts=parts).given()
     sizes = {"batch": batch, "dims": parse_dims(dim)}
     case = _case(model, {**given, **sizes, "dtype": dtype, "seed": seed}, sequence)
@@ -114,6 +126,32 @@ def command(
     if out is not None:
         _write(result, out)
     _check(result)
+
+
+def _decode(
+    model: str,
+    capacity: float | None,
+    every: int | None,
+    max_sequence: int,
+    repeats: int,
+    warmup: int,
+    seed: int,
+    out: Path | None,
+) -> None:
+    from modpass.bench.decode import decode_table, run_decode
+    from modpass.files import whole_file
+
+    with progress() as tell:
+        tell("loading", 0, 0)
+        result = run_decode(
+            load_source(model), capacity=capacity or 0.125, every=every or 2, max_sequence=max_sequence,
+            rounds=repeats, warmup=warmup, seed=seed, tell=tell,
+        )  # fmt: skip
+    console().print(decode_table(result))
+    if out is not None:
+        name = re.sub(r"[^\w.-]+", "-", result.name)
+        with whole_file(out / f"{name}.decode.json") as temporary:
+            temporary.write_text(result.to_json() + "\n")
 
 
 def _case(model: str, given: dict[str, Any], sequence: int | None) -> Case:
