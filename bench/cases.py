@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from modpass.errors import InputError
+from modpass.parts import Parts
 from modpass.routing import Gate, Selection
 
 __all__ = ["CASES", "Case"]
@@ -27,6 +28,7 @@ class Case:
         every: every so-manyth block is routed.
         gate: how the router's score scales a block's update.
         selection: how tokens are chosen.
+        parts: whether whole blocks are routed, or the attention or MLP of each.
         dtype: of the weights: float32, float16 or bfloat16.
         dims: sizes of further input dims by the names in ``RoutedModel.inputs``.
         seed: of the routers' random weights, where the model brings no trained ones.
@@ -45,6 +47,7 @@ class Case:
     every: int = 2
     gate: Gate = "linear"
     selection: Selection = "expert_choice"
+    parts: Parts = "block"
     dtype: str = "float32"
     dims: Mapping[str, int] = field(default_factory=dict)
     seed: int = 0

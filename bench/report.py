@@ -93,7 +93,8 @@ _LEGEND = (
 
 def _title(result: Result) -> str:
     shapes = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in result.inputs.items())
-    return f"{result.name}: {shapes}; {result.case.dtype}, capacity {result.case.capacity:g}"
+    parts = "" if result.case.parts == "block" else f" of each {result.case.parts}"
+    return f"{result.name}: {shapes}; {result.case.dtype}, capacity {result.case.capacity:g}{parts}"
 
 
 def _machine(result: Result) -> str:

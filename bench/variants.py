@@ -53,6 +53,7 @@ def make_variants(case: Case, source: Source) -> Variants:
             every=case.every,
             gate=case.gate,
             selection=case.selection,
+            parts=case.parts,
             example_inputs=source.example_inputs,
         )
     return Variants(trace(source.model, source.example_inputs), routed, case)
@@ -80,7 +81,8 @@ def _as_routed(case: Case, model: RoutedModel) -> Case:
     blocks = list(model.routed_blocks.values())
     capacity = fmean(block.capacity for block in blocks)
     settings = model.settings
-    return replace(case, capacity=capacity, gate=settings["gate"], selection=settings["selection"])
+    own = {name: settings[name] for name in ("gate", "selection", "parts") if name in settings}
+    return replace(case, capacity=capacity, **own)
 
 
 def _check_dtype(case: Case, source: Source) -> None:

@@ -4,6 +4,7 @@ from modpass.blocks import Block, Blocks, Skipped, find_blocks
 from modpass.decode import decode_step, prefill
 from modpass.errors import ModpassError
 from modpass.model import InputSpec, RoutedModel
+from modpass.parts import Parts
 from modpass.routing import RoutedBlock, Router, recorded_choices
 from modpass.state import load, save_pretrained
 from modpass.transform import mod_transform, trace
@@ -14,6 +15,7 @@ __all__ = [
     "Blocks",
     "InputSpec",
     "ModpassError",
+    "Parts",
     "RoutedBlock",
     "RoutedModel",
     "Router",

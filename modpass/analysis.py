@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, fx
 
 from modpass.functional import Gather
-from modpass.mixing import is_pointwise, mixing_reason, name_of
+from modpass.mixing import Unknown, is_pointwise, mixing_reason, name_of
 from modpass.symbols import Expr, hint_of, shape_of, value_of
 
 __all__ = ["Analysis", "Refusal", "Sizes", "analyse", "gather_of"]
 
 SEQUENCE = sympy.Symbol("S", positive=True, integer=True)
 _ATTENTION = {"softmax", "_softmax", "_safe_softmax", "scaled_dot_product_attention"}
-_RESIDUAL = {
+RESIDUAL = {
     "add",
     "add_",
     "sub",
@@ -105,7 +105,8 @@ class Analysis:
 
     stream, output: the residual stream in and out; seq_dim: its sequence dim (0 or 1). tokens: the nodes that
     depend on the tokens, in order; the rest is hoisted. gathers: how each (consumer, side input) pair follows
-    the chosen tokens; a pair that is absent passes whole.
+    the chosen tokens; a pair that is absent passes whole. unknown: nodes of operators that only a check on values
+    can tell to keep tokens apart.
     """
 
     stream: fx.Node
@@ -116,6 +117,7 @@ class Analysis:
     tokens: list[fx.Node]
     hoisted: list[fx.Node]
     gathers: dict[tuple[fx.Node, fx.Node], Gather] = field(default_factory=dict)
+    unknown: list[fx.Node] = field(default_factory=list)
 
     @property
     def fixed(self) -> bool:
@@ -149,7 +151,9 @@ def analyse(nodes: list[fx.Node]) -> Analysis:
     for node in (n for n in found.tokens if n not in made):
         _check_sizes(node, sizes)
         reason = mixing_reason(node, sizes.carries, sizes.is_batch) or _merges(node, sizes)
-        if reason:
+        if isinstance(reason, Unknown):
+            found.unknown.append(node)
+        elif reason:
             raise Refusal(f"{reason} (node {node.name})")
         for side in _sides(node, inner, stream):
             gather = _gather(node, side, value_of(side), sizes)
@@ -216,7 +220,7 @@ class _Region:
             steps = [
                 a
                 for n in frontier
-                if n in self.inside and name_of(n) in _RESIDUAL
+                if n in self.inside and name_of(n) in RESIDUAL
                 for a in n.all_input_nodes
                 if a not in seen and shape_of(value_of(a)) == shape_of(value_of(output))
             ]

@@ -13,8 +13,10 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from modpass.analysis import Analysis, Refusal, analyse
+from modpass.examine import Examiner
 from modpass.mixing import name_of
 from modpass.reopen import Reopened, Reopener
+from modpass.sides import side_inputs
 from modpass.symbols import shape_of, value_of
 from modpass.tracing import Traced, capture
 
@@ -61,6 +63,12 @@ class Blocks:
 
     found: tuple[Block, ...]
     skipped: tuple[Skipped, ...]
+    order: tuple[str, ...] = ()
+
+    def candidates(self) -> list[Block | Skipped]:
+        """Both kinds, in the order in which they run."""
+        place = {name: i for i, name in enumerate(self.order)}
+        return sorted([*self.found, *self.skipped], key=lambda c: place.get(c.name, 0))
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self.found)
@@ -86,12 +94,13 @@ class Blocks:
 
 
 def _sides(block: Block) -> str:
-    names = {side.name: gather for (_, side), gather in block.analysis.gathers.items()}
-    return "; ".join(f"{n}: {g}" for n, g in names.items()) or "none"
+    return "; ".join(f"{n}: {g}" for n, g in side_inputs(block.analysis).items()) or "none"
 
 
-def find_blocks(model: nn.Module | ExportedProgram, example_inputs: Any = None) -> Blocks:
+def find_blocks(model: nn.Module | ExportedProgram, example_inputs: Any = None, *, check: bool | None = None) -> Blocks:
     """The blocks of ``model`` that could be routed, and each refusal with its reason. Changes nothing.
+
+    ``check`` as in ``mod_transform``.
 
     Raises:
         TraceError: the model cannot be traced.
@@ -103,10 +112,10 @@ def find_blocks(model: nn.Module | ExportedProgram, example_inputs: Any = None) 
     >>> find_blocks(encoder, (torch.randn(2, 5, 8),)).names()
     ['layers.0', 'layers.1']
     """
-    return locate(capture(model, example_inputs))
+    return locate(capture(model, example_inputs), check)
 
 
-def locate(traced: Traced) -> Blocks:
+def locate(traced: Traced, check: bool | None = None) -> Blocks:
     """Find the blocks of a traced model."""
     reopener = Reopener(traced)
     candidates = _candidates(traced.graph_module.graph)
@@ -117,7 +126,16 @@ def locate(traced: Traced) -> Blocks:
             found.append(_as_block(candidate, reopener))
         except Refusal as e:
             skipped.append(Skipped(candidate.name, candidate.kind, str(e)))
-    return Blocks(tuple(found), tuple(skipped))
+    examiner = Examiner(traced, reopener, found, check)
+    passed: list[Block] = []
+    for block in found:
+        try:
+            examiner.examine(block)
+            passed.append(block)
+        except Refusal as e:
+            skipped.append(Skipped(block.name, block.kind, str(e)))
+    order = tuple(c.name for c in candidates)
+    return Blocks(tuple(passed), tuple(sorted(skipped, key=lambda s: order.index(s.name))), order)
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
 A routed block runs on a subset of its tokens. That is right if tokens meet in attention alone, where a missing
 token is a key that nobody sees. Everything else that looks along the sequence (convolutions, scans, pooling,
-shifts) would silently compute something else, so it is refused, and so is any operator not known here.
+shifts) would silently compute something else, so it is refused. An operator not known here has to pass a
+check on values (``modpass.check``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, fx
 
 from modpass.symbols import Expr, shape_of, value_of
 
-__all__ = ["is_pointwise", "mixing_reason", "name_of"]
+__all__ = ["Unknown", "is_pointwise", "mixing_reason", "name_of"]
 
 Reason = str | None
 Carries = Callable[[Expr], bool]
@@ -136,6 +137,10 @@ _NORMS = {"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"}
 _PRODUCTS = {"matmul", "bmm", "mm", "baddbmm", "addmm", "addbmm", "linear", "mv", "dot"}
 
 
+class Unknown(str):
+    """A reason that is only a lack of knowledge: running the operator may prove it wrong."""
+
+
 def name_of(node: fx.Node) -> str:
     """The operator's plain name: ``softmax`` for ``aten.softmax.int``."""
     target: Any = node.target
@@ -173,7 +178,8 @@ def mixing_reason(node: fx.Node, carries: Carries, batched: Carries) -> Reason:
         return f"{node.target} reads a table of tokens" if any(map(carries, _first_shape(node))) else None
     if not any(any(map(carries, shape_of(value_of(a)))) for a in node.all_input_nodes):
         return None
-    return f"{node.target} is not known to keep tokens apart"
+    reason = f"{node.target} is not known to keep tokens apart"
+    return Unknown(reason) if isinstance(node.target, torch._ops.OpOverload) else reason
 
 
 def is_pointwise(node: fx.Node) -> bool:

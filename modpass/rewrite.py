@@ -26,9 +26,11 @@ __all__ = [
     "drop_inputs",
     "normalise",
     "outline",
+    "regroup",
     "replace_call",
     "retarget",
     "splice",
+    "summands",
     "switch_dropout",
     "undo_dropout",
 ]
@@ -294,6 +296,45 @@ class _Outliner:
             expr = self.analysis.sizes.canonical(expr_of(value_of(argument)))
             return emit(self.graph, expr, self.sizes)
         return self.sides[argument, self.analysis.gathers.get((consumer, argument))]
+
+
+def regroup(total: fx.Node, stream: fx.Node, terms: tuple[fx.Node, ...]) -> fx.Node:
+    """Make ``stream + terms`` the first part of a sum of all of them and more; returns the node of that part.
+
+    Every other term is added to it one by one; ``total`` itself stays the sum.
+    """
+    graph, rest, partial = total.graph, list(summands(total)), stream
+    for term in (stream, *terms):
+        rest.remove(term)
+    with graph.inserting_before(total):
+        for term in terms:
+            partial = _sum(graph, partial, term, total)
+        first = partial
+        for term in rest[:-1]:
+            partial = _sum(graph, partial, term, total)
+    total.target, total.args, total.kwargs = aten.add.Tensor, (partial, rest[-1]), {}
+    return first
+
+
+def _sum(graph: fx.Graph, a: fx.Node, b: fx.Node, like: fx.Node) -> fx.Node:
+    node = graph.call_function(aten.add.Tensor, (a, b))
+    node.meta = dict(like.meta)
+    return node
+
+
+def summands(total: fx.Node) -> list[fx.Node]:
+    """The terms of a sum of sums; what does nothing, such as dropout at a rate of 0, is looked through."""
+    if name_of(total) in ("clone", "alias") or (name_of(total) == "dropout" and not total.args[1]):
+        return summands(total.all_input_nodes[0])
+    if name_of(total) not in ("add", "add_") or total.kwargs or not all(isinstance(a, fx.Node) for a in total.args):
+        return [total]
+    parts: Any = total.args
+    return [t for a in parts for t in (summands(a) if _is_inner(a, total) else [a])]
+
+
+def _is_inner(node: fx.Node, total: fx.Node) -> bool:
+    alike: bool = getattr(value_of(node), "shape", None) == value_of(total).shape
+    return set(node.users) == {total} and alike and node.op == "call_function"
 
 
 def copy_graph(graph_module: fx.GraphModule) -> fx.Graph:

@@ -21,6 +21,7 @@ FILE = "modpass.json"
 SCHEMA = 1
 VERSIONS = {"modpass": __version__, "torch": str(torch.__version__)}
 SETTINGS = ("capacity", "gate", "selection", "padding_mask")
+LATER = ("parts",)  # absent from files of earlier versions, which did without
 
 
 @dataclass(frozen=True)
@@ -113,14 +114,16 @@ def _checked(raw: dict[str, Any], path: Path) -> SavedState:
 
 
 def _check_settings(settings: dict[str, Any], path: Path) -> None:
-    for name in SETTINGS if settings else ():
+    for name in (*SETTINGS, *LATER) if settings else ():
+        if name in LATER and name not in settings:
+            continue
         if name not in settings:
             raise StateError(f"'{path}' has no setting '{name}'; save the model again")
         _expect(settings[name], (dict,) if name == "capacity" else (str,), f"settings.{name}", path)
-    if unknown := [n for n in settings if n not in SETTINGS]:
+    if unknown := [n for n in settings if n not in (*SETTINGS, *LATER)]:
         raise StateError(
             f"'{path}' has the setting '{unknown[0]}', which this modpass ({__version__}) does "
-            f"not know; it knows: {', '.join(SETTINGS)}"
+            f"not know; it knows: {', '.join((*SETTINGS, *LATER))}"
         )
 
 

@@ -18,6 +18,7 @@ from modpass.calling import InputCheck
 from modpass.errors import BlockError, InputError
 from modpass.functional import check_capacity
 from modpass.model import Info, InputSpec, RoutedModel
+from modpass.parts import Parts, cut_out, find_cut, with_part
 from modpass.rewrite import Body, drop_inputs, outline, replace_call, splice, switch_dropout
 from modpass.routing import Gate, RoutedBlock, Selection, choose_option
 from modpass.symbols import expr_of, hint_of, shape_of, value_of
@@ -38,6 +39,8 @@ def mod_transform(
     selection: Selection = "expert_choice",
     example_inputs: Any = None,
     padding_mask: str = "attention_mask",
+    parts: Parts = "block",
+    check: bool | None = None,
     generator: torch.Generator | None = None,
 ) -> RoutedModel:
     """Turn a model into a Mixture-of-Depths model (arXiv 2404.02258); the model itself is left as it was.
@@ -52,6 +55,10 @@ def mod_transform(
         example_inputs: a tuple, a dict or ``(tuple, dict)``; may be left out where the model says what it takes.
         padding_mask: the ``[batch, sequence]`` input whose zeros are padding, which never takes a slot from a
             real token; "~name" where its ones are.
+        parts: "block" routes a whole block; "attention" or "mlp" routes only that residual branch of it.
+        check: run blocks on the example inputs with their tokens permuted and some left out, and refuse one whose
+            tokens meet outside attention. None: blocks that hold an operator unknown to modpass; True: every
+            block; False: none, and unknown operators are refused.
         generator: draws the noise of "stochastic".
 
     Returns:
@@ -70,21 +77,24 @@ def mod_transform(
     """
     choose_option("gate", gate, Gate)
     choose_option("selection", selection, Selection)
+    choose_option("parts", parts, Parts)
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise InputError(f"every is {every!r}; it must be a whole number of 1 or more")
     if not isinstance(capacity, Mapping):
         check_capacity(capacity)
     traced = capture(model, example_inputs)
-    found = locate(traced)
+    found = with_part(locate(traced, check), parts)
     picked = _pick(found, every, blocks)
     capacities = _capacities(capacity, picked, found)
-    settings = {"capacity": capacities, "gate": gate, "selection": selection, "padding_mask": padding_mask}
+    settings: dict[str, Any] = {"capacity": capacities, "gate": gate, "selection": selection}
+    settings |= {"padding_mask": padding_mask, "parts": parts}
     info = _info(traced, found, settings)
     mask = _PaddingMask(traced, padding_mask, found)
     keeper = _parameters(traced)
     _route(
         traced.graph_module,
         picked,
+        parts,
         lambda plan: _routed_block(plan, capacities[plan.name], gate, selection),
         mask,
     )
@@ -207,11 +217,12 @@ class _Plan:
 def _route(
     graph_module: fx.GraphModule,
     blocks: list[Block],
+    parts: Parts,
     make: Callable[[_Plan], RoutedBlock],
     mask: _PaddingMask,
 ) -> None:
     moved: dict[fx.Node, fx.Node] = {}
-    plans = [_plan(graph_module, block, moved) for block in blocks]
+    plans = [_plan(graph_module, block, parts, moved) for block in blocks]
     for plan in plans:
         analysis = plan.analysis
         outer = [analysis.stream, mask.of(analysis), *(s.node for s in plan.body.sides)]
@@ -220,14 +231,16 @@ def _route(
         moved[analysis.output] = replace_call(graph_module.graph, plan.name, analysis.output, arguments)
 
 
-def _plan(graph_module: fx.GraphModule, block: Block, moved: dict[fx.Node, fx.Node]) -> _Plan:
+def _plan(graph_module: fx.GraphModule, block: Block, parts: Parts, moved: dict[fx.Node, fx.Node]) -> _Plan:
     analysis = block.analysis
+    if parts != "block":
+        analysis = cut_out(analysis, find_cut(analysis, parts))
     if block.reopened is not None:
         inside = set(block.nodes)
         old = next(n for n in reversed(block.nodes) if any(u not in inside for u in n.users))
         env = splice(graph_module, block.name, old, block.reopened, moved)
         analysis = _translate(analysis, env)
-        moved[old] = analysis.output
+        moved[old] = env[block.analysis.output]
     return _Plan(block.name, analysis, outline(block.name, analysis))
 
 

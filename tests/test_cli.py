@@ -108,8 +108,9 @@ def test_inspect_shows_a_row_for_each_block(capsys: Capture) -> None:
     assert err == ""
     found = rows(out, "blocks.")
     assert [row[:4] for row in found] == [[f"blocks.{i}", "PreNorm", "[B, S, 48]", "18,960"] for i in range(4)]
-    assert all("dims 1, 2 at the chosen tokens" in row[4] for row in found)
-    assert all(int(row[5]) > 3 for row in found)
+    assert all(row[4] == "attention, mlp" for row in found)
+    assert all("dims 1, 2 at the chosen tokens" in row[5] for row in found)
+    assert all(int(row[6].partition(":")[0]) > 3 and "repeat" in row[6] for row in found)
     assert "4 blocks can be routed, 0 refused; 85,248 parameters, 75,840 of them in blocks that can be routed" in out
 
 
@@ -124,7 +125,7 @@ def test_inspect_gives_the_reason_of_each_refusal(capsys: Capture) -> None:
 
 def test_inspect_shows_the_routing_of_a_saved_model(saved: Path, capsys: Capture) -> None:
     out, _ = run(capsys, "inspect", saved, "--factory", DECODER)
-    assert rows(out, "layers.") == [[f"layers.{i}", "0.25", "linear", "expert_choice", "32"] for i in (1, 3)]
+    assert rows(out, "layers.") == [[f"layers.{i}", "0.25", "linear", "expert_choice", "block", "32"] for i in (1, 3)]
     assert "2 blocks are routed; 37,440 parameters, 64 of them in routers" in out
 
 

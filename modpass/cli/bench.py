@@ -18,6 +18,7 @@ from modpass.cli.options import (
     Every,
     GateOption,
     Model,
+    PartsOption,
     Seed,
     SelectionOption,
     parse_dims,
@@ -91,6 +92,7 @@ def command(
     every: Every = None,
     gate: GateOption = None,
     selection: SelectionOption = None,
+    parts: PartsOption = None,
     runner: Runners = None,
     seconds: Seconds = 0.0,
     repeats: Repeats = 20,
@@ -111,7 +113,7 @@ def command(
     if decode:
         _decode(model, capacity, every, max_sequence, repeats, warmup, seed, out)
         return
-    given = Routing(capacity=capacity, every=every, gate=gate, selection=selection).given()
+    given = Routing(capacity=capacity, every=every, gate=gate, selection=selection, parts=parts).given()
     sizes = {"batch": batch, "dims": parse_dims(dim)}
     case = _case(model, {**given, **sizes, "dtype": dtype, "seed": seed}, sequence)
     runners = _runners(runner)

@@ -13,6 +13,7 @@ from modpass.cli.options import (
     Batch,
     Blocks,
     Capacity,
+    Check,
     Dims,
     Dtype,
     Every,
@@ -20,6 +21,7 @@ from modpass.cli.options import (
     GateOption,
     Model,
     PaddingMask,
+    PartsOption,
     Seed,
     SelectionOption,
     Sequence,
@@ -83,6 +85,8 @@ def command(
     gate: GateOption = None,
     selection: SelectionOption = None,
     padding_mask: PaddingMask = None,
+    parts: PartsOption = None,
+    check: Check = None,
     seed: Seed = 0,
     verify: Verify = None,
     factory: Factory = None,
@@ -94,7 +98,7 @@ def command(
     from modpass.exporters import FixedShape, export_onnx
     from modpass.exporters import verify as compare
 
-    routing = Routing(capacity, every, blocks, gate, selection, padding_mask)
+    routing = Routing(capacity, every, blocks, gate, selection, padding_mask, parts, check)
     if dense and routing.given():
         flag = next(iter(routing.given())).replace("_", "-")
         message = f"a dense model has no routed block; leave out --{flag}"

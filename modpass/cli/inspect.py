@@ -2,36 +2,66 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+import typer
 from rich.text import Text
 from torch import nn
 
-from modpass.blocks import Block, Blocks, find_blocks
+from modpass.blocks import Blocks, find_blocks
 from modpass.cli.console import console, grid, status
-from modpass.cli.options import Factory, Model
-from modpass.cli.source import load_source
+from modpass.cli.options import Check, Factory, Model
+from modpass.cli.source import is_routed, load_source
+from modpass.files import whole_file
 from modpass.model import RoutedModel
+from modpass.parts import parts_of
+from modpass.picture import picture
+from modpass.sides import hoisted_values, side_inputs
 
 __all__ = ["command"]
 
 LEGEND = (
-    "stream: B batch, S sequence, then the width; hoisted: values that do not depend on the tokens and are "
-    "computed once, outside of the block"
+    "stream: B batch, S sequence, then the width; parts: what --parts can route beside the whole block; hoisted: "
+    "how many values do not depend on the tokens and are computed once, outside of the block, and those it reads"
 )
 
+DotFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--dot",
+        metavar="FILE",
+        dir_okay=False,
+        show_default="none",
+        help="Also write a picture for Graphviz, as text: blocks, side inputs, refusals. Needs "
+        "pip install 'modpass[dot]'.",
+    ),
+]
 
-def command(model: Model, factory: Factory = None) -> None:
+
+def command(model: Model, factory: Factory = None, check: Check = None, dot: DotFile = None) -> None:
     """Show the blocks that can be routed.
 
     For each other candidate the reason is shown why it cannot.
     """
     with status("loading"):
         source = load_source(model, factory=factory)
-    if isinstance(source.model, RoutedModel) and source.model.routed_blocks:
+    if is_routed(source):
+        for flag, given in (("--dot", dot), ("--check", check)):
+            if given is not None:
+                message = f"'{source.name}' is routed already; give its dense model, or leave it out"
+                raise typer.BadParameter(message, param_hint=f"'{flag}'")
+        assert isinstance(source.model, RoutedModel)
         _print_routed(source.model)
         return
     with status("tracing"):
-        blocks = find_blocks(source.model, source.example_inputs)
+        blocks = find_blocks(source.model, source.example_inputs, check=check)
     _print_found(source.model, blocks)
+    if dot is not None:
+        text = picture(blocks)
+        with whole_file(dot) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        console().print(f"wrote {dot}; for an image: dot -Tsvg {dot} -o {dot.with_suffix('.svg')}", markup=False)
 
 
 def _print_found(model: nn.Module, blocks: Blocks) -> None:
@@ -42,9 +72,10 @@ def _print_found(model: nn.Module, blocks: Blocks) -> None:
             "class",
             "stream",
             "parameters",
+            "parts",
             "side inputs",
             "hoisted",
-            numbers=("parameters", "hoisted"),
+            numbers=("parameters",),
         )
         for block in blocks:
             count = parameters(_module(model, block.name))
@@ -53,8 +84,9 @@ def _print_found(model: nn.Module, blocks: Blocks) -> None:
                 block.kind,
                 block.stream_shape,
                 f"{count:,}",
-                sides(block),
-                str(len(block.analysis.hoisted)),
+                ", ".join(n for n, cut in parts_of(block.analysis).items() if not isinstance(cut, str)) or "none",
+                "\n".join(f"{side}: {gather}" for side, gather in side_inputs(block.analysis).items()) or "none",
+                ": ".join(filter(None, [str(len(block.analysis.hoisted)), ", ".join(hoisted_values(block.analysis))])),
             )
             table.add_row(*map(Text, row))
         out.print(table)
@@ -73,9 +105,10 @@ def _print_found(model: nn.Module, blocks: Blocks) -> None:
 
 def _print_routed(model: RoutedModel) -> None:
     out = console()
-    table = grid("routed block", "capacity", "gate", "selection", "width", numbers=("capacity", "width"))
+    table = grid("routed block", "capacity", "gate", "selection", "parts", "width", numbers=("capacity", "width"))
+    parts = model.settings.get("parts", "block")
     for name, block in model.routed_blocks.items():
-        row = (name, f"{block.capacity:g}", block.gate, block.selection, str(block.width))
+        row = (name, f"{block.capacity:g}", block.gate, block.selection, parts, str(block.width))
         table.add_row(*map(Text, row))
     out.print(table)
     routers = sum(parameters(b.router) for b in model.routed_blocks.values())
@@ -83,12 +116,6 @@ def _print_routed(model: RoutedModel) -> None:
         f"{len(model.routed_blocks)} blocks are routed; {parameters(model):,} parameters, {routers:,} of "
         "them in routers"
     )
-
-
-def sides(block: Block) -> str:
-    """Each side input and the dims by which it follows the chosen tokens, one a line."""
-    lines = dict.fromkeys(f"{side.name}: {gather}" for (_, side), gather in block.analysis.gathers.items())
-    return "\n".join(lines) or "none"
 
 
 def parameters(module: nn.Module) -> int:

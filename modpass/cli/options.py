@@ -8,12 +8,14 @@ import typer
 
 from modpass.errors import InputError
 from modpass.functional import check_capacity
+from modpass.parts import Parts
 from modpass.routing import Gate, Selection
 
 __all__ = [
     "Batch",
     "Blocks",
     "Capacity",
+    "Check",
     "Dims",
     "Dtype",
     "DtypeOption",
@@ -22,6 +24,7 @@ __all__ = [
     "GateOption",
     "Model",
     "PaddingMask",
+    "PartsOption",
     "Seed",
     "SelectionOption",
     "Sequence",
@@ -100,6 +103,22 @@ SelectionOption = Annotated[
         "--selection",
         show_default="expert_choice",
         help="How tokens are chosen: by the router's scores, or by noise (a control, not for export).",
+    ),
+]
+PartsOption = Annotated[
+    Parts | None,
+    typer.Option(
+        "--parts",
+        show_default="block",
+        help="Route whole blocks, or of each block the attention or the MLP alone.",
+    ),
+]
+Check = Annotated[
+    bool | None,
+    typer.Option(
+        "--check/--no-check",
+        show_default="check blocks with unknown operators",
+        help="Run blocks on permuted and on fewer tokens, and refuse those whose tokens meet outside attention.",
     ),
 ]
 PaddingMask = Annotated[

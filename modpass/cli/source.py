@@ -11,6 +11,7 @@ import typer
 
 from modpass.cli.options import Dtype
 from modpass.model import RoutedModel
+from modpass.parts import Parts
 from modpass.routing import Gate, Selection
 from modpass.state import load
 from modpass.statefile import FILE, SavedState
@@ -32,6 +33,8 @@ class Routing:
     gate: Gate | None = None
     selection: Selection | None = None
     padding_mask: str | None = None
+    parts: Parts | None = None
+    check: bool | None = None
 
     def given(self) -> dict[str, Any]:
         """The options that were given, as ``mod_transform`` takes them."""

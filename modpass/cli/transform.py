@@ -11,11 +11,13 @@ from modpass.cli.console import console, mebibytes, status
 from modpass.cli.options import (
     Blocks,
     Capacity,
+    Check,
     DtypeOption,
     Every,
     GateOption,
     Model,
     PaddingMask,
+    PartsOption,
     Seed,
     SelectionOption,
 )
@@ -44,6 +46,8 @@ def command(
     gate: GateOption = None,
     selection: SelectionOption = None,
     padding_mask: PaddingMask = None,
+    parts: PartsOption = None,
+    check: Check = None,
     dtype: DtypeOption = "float32",
     seed: Seed = 0,
 ) -> None:
@@ -56,7 +60,7 @@ def command(
     if is_routed(source):
         raise typer.BadParameter(f"'{model}' is routed already; give a dense model", param_hint="'MODEL'")
     with status("transforming"):
-        routed = Routing(capacity, every, blocks, gate, selection, padding_mask).apply(source, seed)
+        routed = Routing(capacity, every, blocks, gate, selection, padding_mask, parts, check).apply(source, seed)
     with status("saving"):
         save_pretrained(routed, out_dir)
     size = sum(p.stat().st_size for p in out_dir.iterdir())
