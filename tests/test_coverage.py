@@ -19,6 +19,7 @@ from modpass.bench.coverage_configs import enliven, shrink, shrunk_value
 from modpass.bench.coverage_inputs import inputs_for
 from modpass.bench.coverage_models import FAMILIES, make_model, model_names
 from modpass.bench.coverage_pool import Job, run_jobs
+from modpass.bench.coverage_result import code_digest
 from modpass.bench.coverage_stages import STAGES, run_stages
 from modpass.errors import InputError, StateError
 
@@ -207,6 +208,19 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
         coverage.run("other", ["torch-encoder"], last="unit", progress=False, record=file)
 
 
+def test_rows_of_an_outcome_or_of_other_code_are_measured_again(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    refused = CoverageRow("other", "torch-encoder", "X", (), "make", "refused", "why", code=code_digest())
+    stale = CoverageRow("other", "torch-decoder", "Y", ("make",), code="older")
+    kept = CoverageRow("other", "torch-transformer", "Z", ("make",), code=code_digest())
+    file.write_text(CoverageResult((refused, stale, kept), "make").to_json())
+    names = ["torch-encoder", "torch-decoder", "torch-transformer"]
+    result = coverage.run("other", names, last="make", progress=False, record=file, again=["refused", "stale"])
+    assert [r.kind for r in result.rows] == ["TransformerEncoder", "TransformerDecoder", "Z"]
+    assert all(r.outcome == "passed" and r.code == code_digest() for r in result.rows)
+    assert len(CoverageResult.from_json(file.read_text()).rows) == 3
+
+
 @pytest.mark.slow
 def test_a_run_measures_each_model_in_its_own_process(tmp_path: Path) -> None:
     result = coverage.run(
@@ -223,6 +237,7 @@ def test_a_run_measures_each_model_in_its_own_process(tmp_path: Path) -> None:
     [
         ({"only": ["lama"]}, "there is no architecture 'lama' in causal-lm"),
         ({"last": "moon"}, "there is no stage 'moon'; there are: make, run, trace"),
+        ({"again": ["bad"]}, "there is no outcome 'bad'; there are: passed, refused, failed"),
         ({"jobs": 0}, "jobs is 0 and timeout_s 300; both must be positive"),
     ],
 )
