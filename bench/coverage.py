@@ -95,8 +95,7 @@ class _Record:
         """Whether the row is there and need not be measured again."""
         stale = code_digest() if STALE in again else None
         return any(
-            r.key == row.key and r.outcome not in again and (stale is None or r.code == stale)
-            for r in self.result.rows
+            r.key == row.key and r.outcome not in again and (stale is None or r.code == stale) for r in self.result.rows
         )
 
     def add(self, row: CoverageRow) -> None:

@@ -113,7 +113,7 @@ def _from_config(model: nn.Module) -> dict[str, Any]:
     limit = limit if isinstance(limit, int) and limit > 0 else 4096
     sequence = min(SEQUENCE, limit)
     named = _tokens("input_ids", "attention_mask", sequence, text.vocab_size, takes)
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes:  # its encoder alone does not
         named |= _tokens("decoder_input_ids", "decoder_attention_mask", min(TARGET, limit), text.vocab_size, takes)
     return named
 

@@ -107,7 +107,12 @@ _REDUCES = {
 _PLACES = {"argmax", "argmin", "topk", "sort", "argsort"}  # what they return is a place among the keys
 _ORDERED = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "roll"}
 # Elementwise in fact, without the tag that says so.
-_POINTWISE = {"masked_fill", "floor_divide", "copy", "where", "clamp", "one_hot", "nan_to_num", "lerp"}
+_POINTWISE = {
+    *("masked_fill", "floor_divide", "copy", "where", "clamp", "one_hot", "nan_to_num", "lerp", "hardswish"),
+    *("multiply", "subtract", "divide", "absolute", "negative", "__and__", "__or__"),
+    *("greater", "greater_equal", "less", "less_equal", "not_equal"),
+    *("arccos", "arcsin", "arctan", "arccosh", "arcsinh", "arctanh", "arctan2", "fix"),
+}
 _INDEXED = {
     "gather",
     "scatter",
@@ -119,6 +124,7 @@ _INDEXED = {
     "take_along_dim",
     "slice_scatter",
     "select_scatter",
+    "glu",
 }
 _NORMS = {"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"}
 _PRODUCTS = {"matmul", "bmm", "mm", "baddbmm", "addmm", "addbmm", "linear", "mv", "dot"}
@@ -144,6 +150,8 @@ def mixing_reason(node: fx.Node, carries: Carries, batched: Carries) -> Reason:
         return _cuts(node, carries) or _pads(node, carries) or _reshapes(node, carries)
     if name in _PRODUCTS:
         return _contracts(node, name, carries)
+    if name == "einsum":
+        return _sums(node, carries)
     dims = _reduced_dims(node, name)
     if dims is not None:
         if _carries_at(node, dims, batched):
@@ -278,6 +286,23 @@ def _contracts(node: fx.Node, name: str, carries: Carries) -> Reason:
     left = node.args[1] if name in ("baddbmm", "addmm", "addbmm") else node.args[0]
     shape = shape_of(value_of(left)) if isinstance(left, fx.Node) else ()
     if not shape or not carries(shape[-1]) or sum(map(carries, shape)) > 1:
+        return None
+    return f"{node.target} sums over tokens outside attention"
+
+
+def _sums(node: fx.Node, carries: Carries) -> Reason:
+    """An einsum may sum over tokens where one of its operands holds a weight for each pair of them."""
+    equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
+    given, _, kept = equation.partition("->")
+    if "->" not in equation or "." in equation:
+        return f"{node.target} has the equation {equation}, whose letters do not name every dim"
+    counted = []
+    for letters, operand in zip(given.split(","), operands, strict=True):  # type: ignore[arg-type]
+        counted.append([c for c, size in zip(letters, shape_of(value_of(operand)), strict=True) if carries(size)])
+        if len(set(counted[-1])) < len(counted[-1]):
+            return f"{node.target} takes a diagonal over tokens"
+    summed = {c for letters in counted for c in letters if c not in kept}
+    if all(any(c in letters and len(letters) > 1 for letters in counted) for c in summed):
         return None
     return f"{node.target} sums over tokens outside attention"
 

@@ -23,10 +23,12 @@ __all__ = [
     "Body",
     "Side",
     "drop_inputs",
+    "flat_stream",
     "normalise",
     "outline",
     "replace_call",
     "retarget",
+    "side_by_side",
     "splice",
     "switch_dropout",
 ]
@@ -233,14 +235,18 @@ class _Outliner:
         inner = set(self.analysis.tokens)
         self._declare(inner)
         x = self.env[self.analysis.stream]
-        batch_dim, seq_dim = 1 - self.analysis.seq_dim, self.analysis.seq_dim
+        order, seq_dim = self.analysis.order, self.analysis.seq_dim if self.analysis.order is None else 1
+        batch_dim = 1 - seq_dim
         self.sizes = {
             self.analysis.sizes.batch: self.graph.call_function(aten.sym_size.int, (x, batch_dim)),
             SEQUENCE: self.graph.call_function(aten.sym_size.int, (x, seq_dim)),
         }
+        if order is not None:
+            self.env[self.analysis.stream] = side_by_side(self.graph, x, self.analysis)
         for node in self.analysis.tokens:
             self._copy(node)
-        self.graph.output(self.env[self.analysis.output])
+        y = self.env[self.analysis.output]
+        self.graph.output(y if order is None else flat_stream(self.graph, y, order))
         _drop_dead(self.graph)
         self.graph.lint()
         sides = tuple(Side(node, gather) for node, gather in self.sides)
@@ -292,10 +298,27 @@ class _Outliner:
         return self.sides[argument, self.analysis.gathers.get((consumer, argument))]
 
 
-def replace_call(graph: fx.Graph, target: str, output: fx.Node, arguments: tuple[fx.Node | None, ...]) -> fx.Node:
+def flat_stream(graph: fx.Graph, x: fx.Node, order: tuple[int, ...]) -> fx.Node:
+    """Several streams side by side as one ``[B, S, width]``, at the graph's insert point."""
+    return graph.call_function(aten.flatten.using_ints, (graph.call_function(aten.permute.default, (x, order)), 2))
+
+
+def side_by_side(graph: fx.Graph, x: fx.Node, analysis: Analysis) -> fx.Node:
+    """What ``flat_stream`` flattened, as the block's own code has it."""
+    order, shape = analysis.order or (), value_of(analysis.stream).shape
+    apart = graph.call_function(aten.unflatten.int, (x, 2, [int(shape[i]) for i in order[2:]]))
+    return graph.call_function(aten.permute.default, (apart, [order.index(i) for i in range(len(order))]))
+
+
+def replace_call(graph: fx.Graph, target: str, analysis: Analysis, arguments: tuple[fx.Node | None, ...]) -> fx.Node:
     """Put a call of the routed block in the place of the node that computed the block's output."""
+    output, stream = analysis.output, arguments[0]
     with graph.inserting_before(output):
-        call = graph.call_module(target, arguments)
+        if analysis.order is None or stream is None:
+            call = graph.call_module(target, arguments)
+        else:
+            flat = flat_stream(graph, stream, analysis.order)
+            call = side_by_side(graph, graph.call_module(target, (flat, *arguments[1:])), analysis)
     call.meta = dict(output.meta)
     output.replace_all_uses_with(call)
     _drop_dead(graph)
