@@ -105,8 +105,8 @@ class Analysis:
 
     stream, output: the residual stream in and out; seq_dim: its sequence dim; order: for a stream of more than three
     dims (several residual streams side by side), the permutation that puts batch and sequence first. tokens: the
-    nodes that depend on the tokens, in order; the rest is hoisted. gathers: how each (consumer, side input) pair follows
-    the chosen tokens; a pair that is absent passes whole.
+    nodes that depend on the tokens, in order; the rest is hoisted. gathers: how each (consumer, side input) pair
+    follows the chosen tokens; a pair that is absent passes whole.
     """
 
     stream: fx.Node

@@ -91,9 +91,9 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     shapes: Any = pytree.tree_map(free, (args, kwargs))
     names = parameter_names(model.forward)[: len(args)]
-    spec = dict(zip(names, shapes[0], strict=False)) | _by_parameter(model, shapes[1])
+    spec = dict(zip(names, shapes[0], strict=False)) | shapes[1]
     try:
-        with _plain_attention():
+        with _plain_attention(), _every_input_named(model, kwargs):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=spec, strict=False)
             if any("set_grad_enabled" in str(n.target) for n in program.graph.nodes):
                 with torch.no_grad():  # else a no_grad part of the model hides in a graph of its own
@@ -106,23 +106,39 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _without_writes(program: ExportedProgram, name: str) -> ExportedProgram:
     """The same program without in-place operators."""
     try:
-        return program.run_decompositions({})
+        written: ExportedProgram = program.run_decompositions({})
     except Exception as e:
         raise TraceError(f"{name} cannot be rid of its in-place operators: {_first_line(e)}") from e
+    return written
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _by_parameter(model: nn.Module, shapes: dict[str, Any]) -> dict[str, Any]:
-    """What the forward takes through ``**kwargs`` stands under that parameter's own name."""
-    parameters = inspect.signature(model.forward).parameters
-    rest = next((n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD), None)
-    loose = {n: v for n, v in shapes.items() if n not in parameters}
-    if rest is None or not loose:
-        return shapes
-    return {**{n: v for n, v in shapes.items() if n in parameters}, rest: loose}
+@contextmanager
+def _every_input_named(model: nn.Module, kwargs: dict[str, Any]) -> Iterator[None]:
+    """Let the forward name what it takes through ``**kwargs``: torch.export asks for that in two ways at once."""
+    forward, signature = model.forward, inspect.signature(model.forward)
+    loose = [n for n in kwargs if n not in signature.parameters]
+    if not loose:
+        yield
+        return
+
+    def named(*args: Any, **given: Any) -> Any:
+        return forward(*args, **given)
+
+    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    added = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in loose]
+    named.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+    before = vars(model).get("forward")
+    object.__setattr__(model, "forward", named)
+    try:
+        yield
+    finally:
+        object.__delattr__(model, "forward")
+        if before is not None:
+            object.__setattr__(model, "forward", before)
 
 
 def _mutates(node: fx.Node) -> bool:
