@@ -10,9 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from modpass.bench.coverage_compare import Comparison, compare
 from modpass.bench.coverage_models import FAMILIES, model_names
 from modpass.bench.coverage_pool import Job, run_jobs
-from modpass.bench.coverage_report import Comparison, compare, render
+from modpass.bench.coverage_report import render
 from modpass.bench.coverage_result import OUTCOMES, CoverageResult, CoverageRow, code_digest
 from modpass.bench.coverage_stages import STAGES, run_stages
 from modpass.errors import InputError, StateError
