@@ -202,6 +202,29 @@ def test_a_model_knows_which_of_its_blocks_were_refused() -> None:
     assert "runs along the sequence" in caught.value.skipped[0].reason
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "shapes"),
+    [
+        ("VideoMAEModel", {"image_size": 32, "num_frames": 4}, {"pixel_values": [2, 4, 3, 32, 32]}),
+        ("ResNetModel", {"embedding_size": 8, "hidden_sizes": [8, 8, 8, 8]}, {"pixel_values": [2, 3, 224, 224]}),
+        (
+            "WhisperForConditionalGeneration",
+            {"num_mel_bins": 8, "max_source_positions": 20, "vocab_size": 97, "pad_token_id": 1},
+            {"input_features": [2, 8, 40], "decoder_input_ids": [2, 31]},
+        ),
+        ("Wav2Vec2Model", {}, {"input_values": [2, 6400]}),
+    ],
+)
+def test_inputs_of_images_video_and_sound_follow_from_the_configuration(
+    kind: str, fields: dict[str, Any], shapes: dict[str, list[int]]
+) -> None:
+    cls = getattr(transformers, kind)
+    with torch.device("meta"):
+        model = cls(cls.config_class(**fields))
+    found = {n: list(v.shape) for n, v in infer_inputs(model).items() if isinstance(v, Tensor)}
+    assert {n: found.get(n) for n in shapes} == shapes
+
+
 def test_the_encoder_of_an_encoder_decoder_gets_no_decoder_ids() -> None:
     config = transformers.UMT5Config(vocab_size=97, d_model=48, d_kv=12, d_ff=80, num_layers=2, num_heads=4)
     assert list(infer_inputs(transformers.UMT5EncoderModel(config))) == ["input_ids", "attention_mask"]
