@@ -35,7 +35,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "shieldgemma2": {"yes_token_index": 3, "no_token_index": 4},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     # read by its own code, declared by no field
-    "DbrxAttentionConfig": {"rope_theta": 1e4, "kv_n_heads": 2},
+    "DbrxAttentionConfig": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
     # one language must be the default
     "xmod": {"default_language": "en_XX"},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},

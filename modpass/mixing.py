@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from modpass.symbols import Expr, shape_of, value_of
+from modpass.tiling import tiles_apart
 
 __all__ = ["is_pointwise", "mixing_reason", "name_of"]
 
@@ -248,13 +249,19 @@ def _reshapes(node: fx.Node, carries: Carries) -> Reason:
     name = name_of(node)
     if name == "repeat":
         before, after = (sum((s for s in shape if carries(s)), sympy.Integer(0)) for shape in _in_out(node))
-        return None if before == after else f"{node.target} repeats the sequence"
+        if before == after or tiles_apart(node, carries, _keeps_rows):
+            return None
+        return f"{node.target} repeats the sequence"
     if name not in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"):
         return None
     runs = [_runs(shape, carries) for shape in _in_out(node)]
     if len(runs[0]) == len(runs[1]) and all(a & b for a, b in zip(*runs, strict=True)):
         return None
     return f"{node.target} takes tokens apart"
+
+
+def _keeps_rows(node: fx.Node) -> bool:
+    return is_pointwise(node) or name_of(node) in ("linear", "mm", "_to_copy", "to", "clone", "contiguous")
 
 
 def _in_out(node: fx.Node) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from modpass.analysis import SEQUENCE, Analysis, canonical_arguments
+from modpass.complex import without_complex
 from modpass.dropout import AttentionDropout
 from modpass.functional import Gather
 from modpass.mixing import name_of
@@ -64,6 +65,7 @@ def normalise(graph: fx.Graph) -> None:
         elif node.target in (aten.view.default, aten._unsafe_view.default):
             # Whether a view is enough depends on strides, which depend on the attention kernel of the moment.
             node.target = aten.reshape.default
+    without_complex(graph)
     known = _known_sizes(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and name_of(node) in _LIKE:
@@ -71,7 +73,36 @@ def normalise(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and name_of(node) == "sym_size" and node.all_input_nodes[0].op != "placeholder":
             _replace_size(graph, node, known)
+    _fold_inverse(graph)
     _drop_dead(graph)
+
+
+def _fold_inverse(graph: fx.Graph) -> None:
+    """The inverse error function, which no exporter knows, of a constant: a quantile that a model works out."""
+    module: Any = graph.owning_module
+    for node in [n for n in graph.nodes if name_of(n) in ("erfinv", "special_erfinv")]:
+        constant = _constant(module, node)
+        if constant is not None:
+            name = f"_{node.name}_constant"
+            module.register_buffer(name, constant, persistent=False)
+            with graph.inserting_before(node):
+                folded = graph.get_attr(name)
+            folded.meta = dict(node.meta)
+            node.replace_all_uses_with(folded)
+
+
+def _constant(module: Any, node: fx.Node) -> Any:
+    """The value of a node that depends on constants alone, else None."""
+    if node.op == "get_attr":
+        value = _get(module, node.target)
+        return value if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else None
+    if node.op != "call_function" or not node.all_input_nodes:
+        return None
+    values = {a: _constant(module, a) for a in node.all_input_nodes}
+    if any(v is None for v in values.values()):
+        return None
+    target: Any = node.target
+    return target(*fx.map_arg(node.args, values.get), **fx.map_arg(node.kwargs, values.get))
 
 
 def _known_sizes(graph: fx.Graph) -> dict[sympy.Expr, fx.Node]:

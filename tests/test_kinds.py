@@ -52,6 +52,38 @@ def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (half, k, v))).transpose(1, 2)
 
 
+def cut_at_a_quantile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Keeps the largest queries by a quantile that it works out itself."""
+    bound = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(0.6))
+    return by_einsum((q - bound * q.std(-1, keepdim=True)).relu(), k, v)
+
+
+class EveryExpert(nn.Module):
+    """All experts on all tokens: the tokens are copied for each expert, in front or (wrongly) behind."""
+
+    def __init__(self, width: int, front: bool = True) -> None:
+        super().__init__()
+        self.front, self.router = front, nn.Linear(width, 3)
+        self.weight, self.attend = nn.Parameter(torch.randn(3, width, width)), ByProducts(by_einsum)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(x)
+        B, S, D = x.shape
+        rows = x.reshape(-1, D)
+        copies = rows.repeat(3, 1) * self.router(rows).sigmoid().t().reshape(-1, 1)
+        if not self.front:
+            return copies.reshape(B * S, 3, D).sum(1).view(B, S, D)
+        return torch.bmm(copies.view(3, -1, D), self.weight).sum(0).view(B, S, D)
+
+
+def by_complex_rotary(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Rotary positions as complex numbers."""
+    angle = torch.arange(q.shape[1])[:, None] * torch.tensor([1.0, 0.5, 0.25, 0.1, 0.05, 0.01])
+    turn = torch.polar(torch.ones_like(angle), angle).unsqueeze(1)
+    q, k = (torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2))) * turn).flatten(-2) for t in (q, k))
+    return by_einsum(q, k, v)
+
+
 class Streams(nn.Module):
     """Three residual streams side by side: a block reads their mean and adds to each by its own weight."""
 
@@ -115,6 +147,9 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], dict[str, A
     "einsum": (lambda: Decoder(lambda w, h: ByProducts(by_einsum), 2), ids),
     "no softmax": (lambda: Decoder(lambda w, h: ByProducts(without_softmax), 2), ids),
     "other names": (lambda: Decoder(lambda w, h: ByProducts(by_other_names), 2), ids),
+    "quantile": (lambda: Decoder(lambda w, h: ByProducts(cut_at_a_quantile), 2), ids),
+    "complex rotary": (lambda: Decoder(lambda w, h: ByProducts(by_complex_rotary), 2), ids),
+    "every expert": (lambda: Decoder(lambda w, h: EveryExpert(w), 2), ids),
     "in place": (lambda: Decoder(lambda w, h: ByProducts(in_place), 2), ids),
     "streams inside": (lambda: SideBySide(False), ids),
     "streams in front": (lambda: SideBySide(True), ids),
@@ -176,6 +211,25 @@ def test_a_stream_of_four_dims_without_attention_is_refused() -> None:
     model = nn.Sequential(*(Pointwise() for _ in range(2)))
     with pytest.raises(BlockError, match="has no one dim that attention runs over"):
         modpass.mod_transform(model, 0.5, example_inputs=(torch.randn(2, 9, 7, 48),))
+
+
+def test_a_quantile_is_worked_out_before_export() -> None:
+    routed = modpass.mod_transform(make_kind("quantile"), 0.5, example_inputs=ids(2, 23))
+    assert not any(
+        n.op == "call_function" and "erfinv" in str(n.target) for graph in routed.graphs() for n in graph.graph.nodes
+    )
+
+
+def test_no_complex_number_is_left() -> None:
+    routed = modpass.mod_transform(make_kind("complex rotary"), 0.5, example_inputs=ids(2, 23))
+    values = [n.meta.get("val") for graph in routed.graphs() for n in graph.graph.nodes]
+    assert not any(v.is_complex() for v in values if isinstance(v, Tensor))
+
+
+def test_copies_of_tokens_read_token_by_token_are_refused() -> None:
+    model = Decoder(lambda w, h: EveryExpert(w, front=False), 2)
+    with pytest.raises(BlockError, match="repeats the sequence"):
+        modpass.mod_transform(model, 0.5, example_inputs=(tokens(2, 11),))
 
 
 def test_an_einsum_over_tokens_outside_attention_is_refused() -> None:
