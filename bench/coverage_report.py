@@ -54,7 +54,7 @@ def render(result: CoverageResult) -> str:
         _grid(("family", *stages), (_counts(f, rows, stages) for f, rows in families.items())),
         "\n".join(f"- **{s}**: {_MEANING[s]}" for s in stages),
         _LEGEND,
-        _grid(_headings(stages), (_figures(f, rows, stages) for f, rows in families.items())),
+        _grid(_headings(stages), (_figures(f, rows, stages, result.registered.get(f)) for f, rows in families.items())),
         _READINGS,
         *(_left_out(f, rows) for f, rows in families.items()),
     ]
@@ -108,13 +108,15 @@ def _goal(stages: Sequence[str]) -> str:
     return "onnxruntime" if "onnxruntime" in stages else stages[-1]
 
 
-def _figures(family: str, rows: Sequence[CoverageRow], stages: Sequence[str]) -> tuple[str, ...]:
+def _figures(
+    family: str, rows: Sequence[CoverageRow], stages: Sequence[str], registered: int | None
+) -> tuple[str, ...]:
     goal, traced = _goal(stages), [r for r in rows if r.reached("trace")]
     exported = [r for r in rows if r.reached("onnx")]
     built = (_share(exported, lambda r: r.reached("tensorrt")),) if "tensorrt" in stages else ()
     return (
         family,
-        str(len(rows)),
+        f"{len(rows)} of {registered}" if registered else str(len(rows)),
         _share(traced, lambda r: r.reached(goal)),
         _share([r for r in traced if by_construction(r) is None], lambda r: r.reached(goal)),
         *built,

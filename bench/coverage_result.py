@@ -69,11 +69,12 @@ class CoverageRow:
 
 @dataclass(frozen=True)
 class CoverageResult:
-    """The rows of a run, how far it went, and the versions it ran with."""
+    """The rows of a run, how far it went, the versions it ran with, and how many models each family has."""
 
     rows: tuple[CoverageRow, ...]
     last: str = STAGES[-1]
     versions: Mapping[str, str] = field(default_factory=dict)
+    registered: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Every field as indented JSON.
@@ -93,7 +94,7 @@ class CoverageResult:
         try:
             data: dict[str, Any] = json.loads(text)
             rows = tuple(_row(r) for r in data["rows"])
-            return cls(rows, data["last"], data["versions"])
+            return cls(rows, data["last"], data["versions"], data.get("registered", {}))
         except (ValueError, KeyError, TypeError) as e:
             raise StateError(f"this is no coverage result: {e}") from e
 
