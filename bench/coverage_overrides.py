@@ -14,7 +14,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     # the last layers share keys with an earlier one of their kind
     "gemma3n_text": {"num_kv_shared_layers": 1},
-    "gemma4_text": {"num_kv_shared_layers": 1},
+    "gemma4_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "dots1": {"n_shared_experts": 1},
     "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
     "qwen4_exp_text": {
@@ -28,6 +28,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     # the shared block must be used twice
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    # its encoder alone
+    "T5GemmaEncoderModel": {"is_encoder_decoder": False},
     "reformer": {"axial_pos_embds": False},
     # a decoder by its own flag
     "ReformerModelWithLMHead": {"is_decoder": True},
