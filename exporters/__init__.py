@@ -1,18 +1,26 @@
 """From a graph module to ONNX and TensorRT, and the proof that the result computes the same."""
 
+from modpass.exporters.decoder import export_decoder
+from modpass.exporters.decoder_manifest import DecoderManifest
 from modpass.exporters.manifest import Manifest, manifest_path
 from modpass.exporters.onnx import export_onnx
 from modpass.exporters.preflight import preflight
+from modpass.exporters.session import DecoderSession, Generation, Statistics
 from modpass.exporters.shapes import FixedShape
 from modpass.exporters.tensorrt import build_engine
 from modpass.exporters.verify import Difference, VerificationReport, verify
 
 __all__ = [
+    "DecoderManifest",
+    "DecoderSession",
     "Difference",
     "FixedShape",
+    "Generation",
     "Manifest",
+    "Statistics",
     "VerificationReport",
     "build_engine",
+    "export_decoder",
     "export_onnx",
     "manifest_path",
     "preflight",

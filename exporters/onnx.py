@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from modpass.files import sha256, whole_file
 from modpass.model import RoutedModel
 from modpass.routing import recorded_choices
 
-__all__ = ["as_onnx", "export_onnx", "open_dims"]
+__all__ = ["as_onnx", "export_onnx", "lower", "open_dims", "prove_static", "specs", "strip", "weights_dtype"]
 
 Precision = Literal["float32", "float16", "bfloat16"]
 EXTERNAL_ABOVE = 2_000_000_000
@@ -112,8 +112,8 @@ def as_onnx(
     graph = _lower(model, tensors, opset)
     _name_values(graph, model, list(tensors))
     indices = _take_choices(graph, list(model.routed_blocks))
-    _strip(graph)
-    _prove_static(graph)
+    strip(graph)
+    prove_static(graph)
     if dtype in ("float16", "bfloat16"):
         graph = to_precision(graph, dtype)
     return graph, indices
@@ -122,21 +122,32 @@ def as_onnx(
 def _lower(model: RoutedModel, tensors: Mapping[str, Tensor], opset: int) -> ir.Model:
     training = model.training
     try:
+        return lower(_Flat(model.eval(), list(tensors)).eval(), tensors, opset)
+    finally:
+        model.train(training)
+
+
+def lower(module: nn.Module, tensors: Mapping[str, Tensor], opset: int, outputs: Sequence[str] = ()) -> ir.Model:
+    """The ONNX graph of a module that takes these tensors in order; ``outputs``: names for what it returns.
+
+    Raises:
+        ExportError: torch cannot lower it.
+    """
+    names: dict[str, Any] = {"input_names": list(tensors), "output_names": list(outputs)} if outputs else {}
+    try:
         with _quiet(), torch.no_grad():
-            flat = _Flat(model.eval(), list(tensors)).eval()
             program = torch.onnx.export(
-                flat,
+                module,
                 tuple(tensors.values()),
                 dynamo=True,
                 opset_version=opset,
                 external_data=False,
                 verbose=False,
+                **names,
             )
     except Exception as e:
         sizes = ", ".join(f"{n} {list(t.shape)}" for n, t in tensors.items())
         raise ExportError(f"torch cannot lower this model at {sizes}, opset {opset}: {_cause(e)}") from e
-    finally:
-        model.train(training)
     assert program is not None
     return program.model
 
@@ -203,7 +214,7 @@ def _take_choices(graph: ir.Model, blocks: list[str]) -> dict[str, str]:
     return {b: str(v.name) for b, v in zip(blocks, chosen, strict=True)}
 
 
-def _strip(graph: ir.Model) -> None:
+def strip(graph: ir.Model) -> None:
     """No stack trace, no source path: only the module path of each node stays."""
     kept = {"namespace", "pkg.torch.onnx.name_scopes"}
     for node in graph.graph.all_nodes():
@@ -239,7 +250,8 @@ def open_dims(graph: ir.Model) -> list[str]:
     ]
 
 
-def _prove_static(graph: ir.Model) -> None:
+def prove_static(graph: ir.Model) -> None:
+    """Raise ExportError where a dim is not an integer."""
     if open_dims(graph):
         passes.ShapeInferencePass()(graph)
     if found := open_dims(graph):
@@ -259,9 +271,9 @@ def _facts(model: RoutedModel, graph: ir.Model, shape: FixedShape, indices: dict
         )
     return {
         "opset": graph.opset_imports[""],
-        "dtype": _dtype(graph),
-        "inputs": _specs(graph.graph.inputs),
-        "outputs": _specs(graph.graph.outputs),
+        "dtype": weights_dtype(graph),
+        "inputs": specs(graph.graph.inputs),
+        "outputs": specs(graph.graph.outputs),
         "routed_blocks": blocks,
         "settings": model.settings,
         "shape": {"batch": shape.batch, "sequence": shape.sequence, "dims": dict(shape.dims)},
@@ -276,7 +288,8 @@ def _sequence(block: Any, k: int, shape: FixedShape) -> int:
     return next((s for s in shape.dims.values() if block.slots(s) == k), round(k / block.capacity))
 
 
-def _specs(values: Any) -> tuple[TensorSpec, ...]:
+def specs(values: Any) -> tuple[TensorSpec, ...]:
+    """Name, shape and dtype of each graph input or output."""
     return tuple(
         TensorSpec(
             str(v.name),
@@ -287,7 +300,7 @@ def _specs(values: Any) -> tuple[TensorSpec, ...]:
     )
 
 
-def _dtype(graph: ir.Model) -> str:
+def weights_dtype(graph: ir.Model) -> str:
     """The dtype of the weights: of most bytes among the floating initializers."""
     sizes: dict[str, int] = {}
     for value in graph.graph.initializers.values():

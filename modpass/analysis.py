@@ -17,7 +17,7 @@ from modpass.functional import Gather
 from modpass.mixing import is_pointwise, mixing_reason, name_of
 from modpass.symbols import Expr, hint_of, shape_of, value_of
 
-__all__ = ["Analysis", "Refusal", "Sizes", "analyse"]
+__all__ = ["Analysis", "Refusal", "Sizes", "analyse", "gather_of"]
 
 SEQUENCE = sympy.Symbol("S", positive=True, integer=True)
 _ATTENTION = {"softmax", "_softmax", "_safe_softmax", "scaled_dot_product_attention"}
@@ -347,6 +347,15 @@ def _appends_sinks(node: fx.Node, size: Expr, sizes: Sizes) -> bool:
 
 def _sides(node: fx.Node, inner: set[fx.Node], stream: fx.Node) -> list[fx.Node]:
     return [a for a in node.all_input_nodes if a not in inner and a is not stream and isinstance(value_of(a), Tensor)]
+
+
+def gather_of(node: fx.Node, side: fx.Node, sizes: Sizes) -> Gather | None:
+    """How ``side`` follows the tokens into ``node``; None where it has no dim that counts them.
+
+    Raises:
+        Refusal: the two do not meet by broadcasting.
+    """
+    return _gather(node, side, value_of(side), sizes)
 
 
 def _gather(node: fx.Node, side: fx.Node, value: Any, sizes: Sizes) -> Gather | None:

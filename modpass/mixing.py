@@ -110,7 +110,7 @@ _ORDERED = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "ro
 # Elementwise in fact, without the tag that says so.
 _POINTWISE = {
     *("masked_fill", "floor_divide", "copy", "where", "clamp", "one_hot", "nan_to_num", "lerp", "hardswish"),
-    *("multiply", "subtract", "divide", "absolute", "negative", "__and__", "__or__"),
+    *("multiply", "subtract", "divide", "absolute", "negative", "__and__", "__or__", "__xor__"),
     *("greater", "greater_equal", "less", "less_equal", "not_equal"),
     *("arccos", "arcsin", "arctan", "arccosh", "arcsinh", "arctanh", "arctan2", "fix"),
 }

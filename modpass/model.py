@@ -92,7 +92,8 @@ class RoutedModel(fx.GraphModule):
     def graphs(self) -> Iterator[fx.GraphModule]:
         """The model's own graph and that of each routed block's body."""
         yield self
-        yield from (b.body for b in self.routed_blocks.values())
+        for block in self.routed_blocks.values():
+            yield from (g for g in block.children() if isinstance(g, fx.GraphModule))
 
     def _apply(self, fn: Any, recurse: bool = True) -> RoutedModel:
         """Let the graph's own constants follow a move to another device."""

@@ -19,19 +19,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Setting", "hidden_keys", "reference_choice", "routed_reference"]
+__all__ = ["Setting", "causal_choice", "hidden_keys", "reference_choice", "routed_reference"]
 
 
 class Setting:
-    """How one block is routed: its capacity, gate, router weight ``[D]``, and where its stream has batch and sequence.
+    """How one block is routed: its capacity, gate, router weight ``[D]``, where its stream has batch and sequence, and
+    its selection.
 
-    order: the permutation that puts them first; given for a stream of more than three dims.
+    order: the permutation that puts batch and sequence first; given for a stream of more than three dims.
+    max_sequence: for causal selection, the length that the capacity is a share of (None: the sequence's own).
     """
 
     def __init__(
-        self, capacity: float, gate: str, weight: Tensor, seq_dim: int = 1, order: Sequence[int] | None = None
+        self,
+        capacity: float,
+        gate: str,
+        weight: Tensor,
+        seq_dim: int = 1,
+        selection: str = "expert_choice",
+        max_sequence: int | None = None,
+        order: Sequence[int] | None = None,
     ) -> None:
         self.capacity, self.gate, self.weight = capacity, gate, weight
+        self.selection, self.max_sequence = selection, max_sequence
         self.order = tuple(order or ((0, 1, 2) if seq_dim == 1 else (1, 0, 2)))
 
     def is_stream(self, value: Any) -> bool:
@@ -46,6 +56,12 @@ class Setting:
         """``[B, S, D]`` as the model has it."""
         apart = x_BSD.reshape([shape[i] for i in self.order])
         return apart.permute([self.order.index(i) for i in range(len(self.order))])
+
+    def choose(self, scores: list[float], keep: list[bool] | None) -> list[int]:
+        """The chosen positions of one row."""
+        if self.selection == "causal":
+            return causal_choice(scores, self.capacity, keep, self.max_sequence)
+        return reference_choice(scores, self.capacity, keep)
 
 
 def reference_choice(scores: list[float], capacity: float, keep: list[bool] | None = None) -> list[int]:
@@ -62,6 +78,21 @@ def reference_choice(scores: list[float], capacity: float, keep: list[bool] | No
         return (1 if padded else 0, 0.0 if padded else -max(score, -3.4028234663852886e38), i)
 
     return sorted(sorted(range(len(scores)), key=order)[:count])
+
+
+def causal_choice(
+    scores: list[float], capacity: float, keep: list[bool] | None = None, max_sequence: int | None = None
+) -> list[int]:
+    """The chosen positions of one row, token by token: each that passes takes a slot while there is one.
+
+    >>> causal_choice([0.5, -2.0, 2.0, 1.0], 0.5)
+    [0, 2]
+    """
+    count, chosen = max(1, math.floor(capacity * (max_sequence or len(scores)) + 1e-6)), list[int]()
+    for i, score in enumerate(scores):
+        if score > 0 and (keep is None or keep[i]) and len(chosen) < count:
+            chosen.append(i)
+    return chosen
 
 
 @contextmanager
@@ -126,9 +157,8 @@ def _routed(
         fits = keep if keep is not None and keep.shape == x_BSD.shape[:2] else None
         scores = [[(token.float() * setting.weight).sum() for token in row] for row in x_BSD]
         chosen = [
-            reference_choice(
+            setting.choose(
                 [s.detach().item() for s in row],
-                setting.capacity,
                 None if fits is None else [bool(v) for v in fits[b]],
             )
             for b, row in enumerate(scores)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Body",
     "Side",
+    "copy_graph",
     "drop_inputs",
     "flat_stream",
     "normalise",
@@ -32,6 +33,7 @@ __all__ = [
     "side_by_side",
     "splice",
     "switch_dropout",
+    "undo_dropout",
 ]
 
 aten = torch.ops.aten
@@ -257,7 +259,9 @@ class _Outliner:
     def __init__(self, name: str, analysis: Analysis) -> None:
         self.prefix, self.analysis = f"{name}.", analysis
         self.graph = fx.Graph()
-        self.env: dict[fx.Node, fx.Node] = {analysis.stream: self.graph.placeholder("x")}
+        x = self.graph.placeholder("x")
+        x.meta["val"] = value_of(analysis.stream)
+        self.env: dict[fx.Node, fx.Node] = {analysis.stream: x}
         self.sizes: dict[sympy.Expr, fx.Node] = {}
         self.sides: dict[tuple[fx.Node, Gather | None], fx.Node] = {}
         self.owned: dict[str, fx.Node] = {}
@@ -329,6 +333,13 @@ class _Outliner:
         return self.sides[argument, self.analysis.gathers.get((consumer, argument))]
 
 
+def copy_graph(graph_module: fx.GraphModule) -> fx.Graph:
+    """A copy of a module's graph whose nodes may be changed; it refers to the same submodules."""
+    graph = fx.Graph(owning_module=graph_module)
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    return graph
+
+
 def flat_stream(graph: fx.Graph, x: fx.Node, order: tuple[int, ...]) -> fx.Node:
     """Several streams side by side as one ``[B, S, width]``, at the graph's insert point."""
     return graph.call_function(aten.flatten.using_ints, (graph.call_function(aten.permute.default, (x, order)), 2))
@@ -386,6 +397,23 @@ def _attention_module(node: fx.Node) -> tuple[nn.Module, tuple[Any, ...], dict[s
     rate = given.pop("dropout_p", 0.0)
     tensors = tuple(given.pop(n) for n in ("query", "key", "value"))
     return (AttentionDropout(float(rate)), tensors, given) if rate else None
+
+
+def undo_dropout(graph_module: fx.GraphModule) -> fx.Graph:
+    """A copy of a module's graph as it is in eval mode, with plain operators where dropout modules were."""
+    graph = copy_graph(graph_module)
+    for node in list(graph.nodes):
+        module = graph_module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(module, nn.Dropout):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif isinstance(module, AttentionDropout):
+            with graph.inserting_before(node):
+                plain = graph.call_function(aten.scaled_dot_product_attention.default, node.args, node.kwargs)
+            plain.meta = dict(node.meta)
+            node.replace_all_uses_with(plain)
+            graph.erase_node(node)
+    return graph
 
 
 def retarget(graph_module: fx.GraphModule, device: torch.device) -> None:

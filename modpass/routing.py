@@ -10,9 +10,12 @@ from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from modpass.errors import InputError
+from modpass.analysis import Refusal
+from modpass.causal import causal_body, causal_slots
+from modpass.errors import BlockError, InputError
 from modpass.functional import (
     Gather,
     check_capacity,
@@ -28,7 +31,7 @@ from modpass.functional import (
 __all__ = ["Gate", "RoutedBlock", "Router", "Selection", "choose_option", "recorded_choices"]
 
 Gate = Literal["linear", "sigmoid", "unit"]
-Selection = Literal["expert_choice", "stochastic"]
+Selection = Literal["expert_choice", "stochastic", "causal"]
 
 _RECORDS: list[dict[str, Tensor]] = []  # a plain list: torch.compile can trace through it
 
@@ -110,11 +113,26 @@ class RoutedBlock(nn.Module):
         self.name, self.width, self.seq_dim = name, width, seq_dim
         self.capacity = check_capacity(capacity, f"block '{name}'")
         self.gate = choose_option("gate", gate, Gate)
-        self.selection = choose_option("selection", selection, Selection)
         self.gathers, self.owned = tuple(gathers), tuple(owned)
         self.generator: torch.Generator | None = None
+        self.max_sequence: int | None = None
         self.body = body
         self.router = Router(width, device)
+        self.selection = selection
+
+    @property
+    def selection(self) -> str:
+        """How tokens are chosen; may be set to another of "expert_choice", "stochastic" and "causal"."""
+        return self._selection
+
+    @selection.setter
+    def selection(self, value: str) -> None:
+        self._selection = choose_option("selection", value, Selection)
+        if value == "causal" and "causal_body" not in self._modules:
+            try:
+                self.causal_body = causal_body(self.body, self.seq_dim).train(self.training)
+            except Refusal as e:
+                raise BlockError(f"block '{self.name}' cannot select causally: {e}") from e
 
     def adopt(self, holder: nn.Module) -> None:
         """Take over the dense block's parameters, buffers and submodules under their own names."""
@@ -131,7 +149,12 @@ class RoutedBlock(nn.Module):
         self._non_persistent_buffers_set |= holder._non_persistent_buffers_set
 
     def slots(self, sequence: int) -> int:
-        """The number of tokens that go through at this sequence length."""
+        """The number of tokens that go through at this sequence length.
+
+        Causal selection may count on a longer sequence to come (``max_sequence``), of which this is the beginning.
+        """
+        if self.selection == "causal" and self.max_sequence is not None:
+            return min(slots(self.capacity, self.max_sequence), sequence)
         return slots(self.capacity, sequence)
 
     def forward(self, x: Tensor, keep_BS: Tensor | None, *sides: Any) -> Tensor:
@@ -139,26 +162,50 @@ class RoutedBlock(nn.Module):
         x_BSD = x if self.seq_dim == 1 else x.transpose(0, 1)
         scores_BS = self.router(x_BSD)
         index_Bk = self.choose(scores_BS, keep_BS)
-        x_BkD = gather_tokens(x_BSD, index_Bk)
-        y_BkD = self._run(x_BkD, index_Bk, sides)
-        out = write_back(x_BSD, self.combine(x_BkD, y_BkD, gather_tokens(scores_BS, index_Bk)), index_Bk)
+        if self.selection == "causal":
+            out = self._causal(x_BSD, scores_BS, index_Bk, sides)
+        else:
+            x_BkD = gather_tokens(x_BSD, index_Bk)
+            y_BkD = self._run(self.body, x_BkD, index_Bk, sides)
+            out = write_back(x_BSD, self.combine(x_BkD, y_BkD, gather_tokens(scores_BS, index_Bk)), index_Bk)
         return out if self.seq_dim == 1 else out.transpose(0, 1)
 
     def choose(self, scores_BS: Tensor, keep_BS: Tensor | None) -> Tensor:
-        """The chosen positions ``[B, k]``, ascending."""
-        ranked = scores_BS.detach()
-        if self.selection == "stochastic":
-            ranked = torch.randn(ranked.shape, generator=self.generator, device=ranked.device)
-        index_Bk = select(rank_scores(ranked, keep_BS), self.slots(scores_BS.shape[1]))
+        """The chosen positions ``[B, k]``, ascending; with causal selection a slot that stays free holds S."""
+        ranked, k = scores_BS.detach(), self.slots(scores_BS.shape[1])
+        if self.selection == "causal":
+            index_Bk = causal_slots(self.passes(ranked, keep_BS), k)
+        else:
+            if self.selection == "stochastic":
+                ranked = torch.randn(ranked.shape, generator=self.generator, device=ranked.device)
+            index_Bk = select(rank_scores(ranked, keep_BS), k)
         if _RECORDS:
             _RECORDS[-1][self.name] = index_Bk
         return index_Bk
 
-    def _run(self, x_BkD: Tensor, index_Bk: Tensor, sides: Sequence[Any]) -> Tensor:
+    def passes(self, scores_BS: Tensor, keep_BS: Tensor | None) -> Tensor:
+        """Which tokens go through by themselves: those whose logit says more than one half, and are no padding."""
+        passes_BS = scores_BS > 0
+        return passes_BS if keep_BS is None else passes_BS & (keep_BS != 0)
+
+    def _causal(self, x_BSD: Tensor, scores_BS: Tensor, index_Bk: Tensor, sides: Sequence[Any]) -> Tensor:
+        """As ``forward``; slots that stay free compute on the last token, are seen by none and write nothing."""
+        S = x_BSD.shape[1]
+        safe_Bk = index_Bk.clamp(max=S - 1)
+        x_BkD = gather_tokens(x_BSD, safe_Bk)
+        y_BkD = self._run(self.causal_body, x_BkD, safe_Bk, sides, index_Bk < S)
+        update_BkD = self.combine(x_BkD, y_BkD, gather_tokens(scores_BS, safe_Bk))
+        return write_back(F.pad(x_BSD, (0, 0, 0, 1)), update_BkD, index_Bk)[:, :S]
+
+    def _run(self, body: nn.Module, x_BkD: Tensor, index_Bk: Tensor, sides: Sequence[Any], *used: Tensor) -> Tensor:
         taken = [s if g is None else take(s, index_Bk, g) for s, g in zip(sides, self.gathers, strict=True)]
         x_k = x_BkD if self.seq_dim == 1 else x_BkD.transpose(0, 1)
-        y_k: Tensor = self.body(x_k, *taken, *(_member(self, path) for path in self.owned))
+        y_k: Tensor = body(x_k, *taken, *self.own(), *used)
         return y_k if self.seq_dim == 1 else y_k.transpose(0, 1)
+
+    def own(self) -> list[Tensor]:
+        """The block's own parameters and buffers, in the order in which its body takes them."""
+        return [_member(self, path) for path in self.owned]
 
     def combine(self, x_BkD: Tensor, y_BkD: Tensor, scores_Bk: Tensor) -> Tensor:
         """``x + r * f(x)`` with ``f(x) = y - x``, in float32; the unit gate is ``y`` itself, exactly."""

@@ -183,7 +183,8 @@ def test_each_kind_equals_the_dense_model_and_the_slow_reference(name: str) -> N
         for block in routed.routed_blocks.values():
             block.capacity, block.gate = 0.25, "linear"
         settings = {
-            n: Setting(0.25, "linear", b.router.weight, b.seq_dim, b.order) for n, b in routed.routed_blocks.items()
+            n: Setting(0.25, "linear", b.router.weight, b.seq_dim, order=b.order)
+            for n, b in routed.routed_blocks.items()
         }
         found = first(routed(**given))
         with routed_reference(model, settings) as reference:

@@ -49,7 +49,8 @@ def set_blocks(routed: modpass.RoutedModel, capacity: float, gate: str) -> None:
 
 def settings_of(routed: modpass.RoutedModel) -> dict[str, Setting]:
     return {
-        n: Setting(b.capacity, b.gate, b.router.weight, b.seq_dim, b.order) for n, b in routed.routed_blocks.items()
+        n: Setting(b.capacity, b.gate, b.router.weight, b.seq_dim, order=b.order)
+        for n, b in routed.routed_blocks.items()
     }
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from modpass.cli import bench, build, coverage, export, inspect, transform
+from modpass.cli import bench, build, coverage, decoder, export, generate, inspect, transform
 from modpass.errors import ModpassError
 from modpass.version import __version__
 
@@ -38,6 +38,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 app.command("inspect")(inspect.command)
 app.command("transform")(transform.command)
 app.command("export")(export.command)
+app.command("export-decoder")(decoder.command)
+app.command("generate")(generate.command)
 app.command("build")(build.command)
 app.command("bench")(bench.command)
 app.command("coverage")(coverage.command)

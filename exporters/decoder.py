@@ -1,0 +1,139 @@
+"""A causal model -> a folder with a prefill and a decode graph that share one weights file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnx_ir import external_data
+from torch import nn
+
+from modpass.decode import PrefillModel, StepModel, decode_step, prefill
+from modpass.decode.block import Skipping
+from modpass.errors import InputError
+from modpass.exporters.decoder_manifest import DecoderManifest, describe
+from modpass.exporters.manifest import DataFile, Manifest, RoutedSpec, manifest_path, versions
+from modpass.exporters.onnx import Precision, lower, prove_static, specs, strip, weights_dtype
+from modpass.exporters.precision import to_precision
+from modpass.files import sha256, whole_directory
+from modpass.model import RoutedModel
+from modpass.transform import trace
+
+__all__ = ["DECODE", "PREFILL", "WEIGHTS", "export_decoder"]
+
+PREFILL, DECODE, WEIGHTS = "prefill.onnx", "decode.onnx", "weights.bin"
+INLINE_BELOW = 1024  # bytes: shapes and other small constants stay in the graphs
+
+
+def export_decoder(
+    model: RoutedModel | nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    batch: int = 1,
+    prompt: int = 128,
+    max_sequence: int = 1024,
+    skipping: Skipping | None = None,
+    opset: int = 18,
+    dtype: Precision | None = None,
+    tokenizer: Any = None,
+) -> DecoderManifest:
+    """Write a folder from which ``DecoderSession`` generates: two ONNX graphs, one weights file, a manifest.
+
+    Args:
+        model: dense, or routed with ``selection="causal"``.
+        directory: the folder; an older one is replaced when all is written.
+        batch: rows that are generated at once.
+        prompt: tokens that the prefill graph reads at once; longer prompts go on token by token.
+        max_sequence: tokens that the caches hold, prompt and answer together.
+        skipping: how routed blocks are skipped (``decode_step``); by default "conditional" for one row, else "masked".
+        opset, dtype: as in ``export_onnx``.
+        tokenizer: anything with ``save_pretrained(folder)``, kept beside the graphs in ``tokenizer/``.
+
+    Raises:
+        InputError: a size does not fit.
+        BlockError: the model cannot be decoded; names the operator.
+        ExportError: torch cannot lower it; nothing is written.
+
+    >>> import tempfile
+    >>> from modpass.decode.example import tiny_decoder
+    >>> export_decoder(tiny_decoder(), tempfile.mkdtemp() + "/d", prompt=4, max_sequence=8).max_sequence
+    8
+    """
+    routed = model if isinstance(model, RoutedModel) else trace(model)
+    skipping = skipping or ("conditional" if batch == 1 and routed.routed_blocks else "masked")
+    first = prefill(routed, batch=batch, sequence=prompt, max_sequence=max_sequence, padding=False)
+    step = decode_step(routed, batch=batch, max_sequence=max_sequence, padding=False, skipping=skipping)
+    if len(step.info.tokens) != 1:
+        names = ", ".join(t.name for t in step.info.tokens)
+        raise InputError(f"a session feeds one token input; this model takes {names}: trace it without the others")
+    graphs = {PREFILL: _graph(first, opset, dtype), DECODE: _graph(step, opset, dtype)}
+    with whole_directory(directory) as folder:
+        _write(graphs, folder)
+        for name, graph in graphs.items():
+            _manifest(graph, folder / name, routed, step).save(manifest_path(folder / name))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder / "tokenizer")
+        found = describe(first, step, prompt, skipping, {n: sha256(folder / n) for n in (*graphs, WEIGHTS)})
+        found.save(folder)
+    return found
+
+
+def _graph(model: PrefillModel | StepModel, opset: int, dtype: Precision | None) -> ir.Model:
+    """The ONNX graph of one half, under the names of its inputs and outputs."""
+    tensors = {i.name: torch.zeros(i.shape, dtype=i.dtype) for i in model.inputs}
+    graph = lower(model, tensors, opset, model.output_names)
+    strip(graph)
+    prove_static(graph)
+    return to_precision(graph, dtype) if dtype in ("float16", "bfloat16") else graph
+
+
+def _write(graphs: Mapping[str, ir.Model], folder: Path) -> None:
+    """Save the graphs with every large constant in one file, each kept once."""
+    values = [v for g in graphs.values() for v in _constants(g)]
+    kept: dict[Any, ir.TensorProtocol] = {}
+    for value in values:
+        kept.setdefault(_content(value.const_value), value.const_value)  # type: ignore[arg-type]
+    moved = external_data.convert_tensors_to_external(list(kept.values()), folder, WEIGHTS)
+    by_content = dict(zip(kept, moved, strict=True))
+    for value in values:
+        value.const_value = by_content[_content(value.const_value)]
+    for name, graph in graphs.items():
+        ir.save(graph, folder / name)
+
+
+def _constants(graph: ir.Model) -> Iterable[ir.Value]:
+    for value in graph.graph.initializers.values():
+        if value.const_value is not None and value.const_value.nbytes >= INLINE_BELOW:
+            yield value
+
+
+def _content(tensor: Any) -> tuple[Any, ...]:
+    """What tells two constants apart: their dtype, shape and bytes."""
+    if isinstance(tensor, ir.ExternalTensor):
+        return (tensor.location, tensor.offset)
+    return (tensor.dtype, tuple(tensor.shape), hashlib.sha256(tensor.tobytes()).digest())
+
+
+def _manifest(graph: ir.Model, path: Path, model: RoutedModel, step: StepModel) -> Manifest:
+    blocks = {
+        r.block: RoutedSpec(b.capacity, step.info.max_sequence, r.slots, b.gate, b.selection)
+        for r in step.routing
+        for b in [model.routed_blocks[r.block]]
+    }
+    plain = Manifest("onnx", path.name, sha256(path), graph.opset_imports[""], weights_dtype(graph))
+    return replace(
+        plain,
+        inputs=specs(graph.graph.inputs),
+        outputs=specs(graph.graph.outputs),
+        shape={"batch": step.info.batch, "sequence": step.info.max_sequence, "dims": {}},
+        routed_blocks=blocks,
+        settings=model.settings,
+        versions=versions(),
+        data=DataFile(WEIGHTS, sha256(path.parent / WEIGHTS)),
+    )

@@ -1,0 +1,112 @@
+"""``modpass export-decoder``: MODEL to a folder that generates text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from modpass.cli.console import console, mebibytes, status
+from modpass.cli.options import Batch, Blocks, Capacity, Every, Factory, GateOption, Model, Seed
+from modpass.cli.source import Routing, is_routed, load_source, refuse_routed
+from modpass.decode.block import Skipping
+from modpass.errors import MissingExtraError
+from modpass.model import RoutedModel
+from modpass.transform import trace
+
+if TYPE_CHECKING:
+    from modpass.bench import Source
+
+__all__ = ["command"]
+
+Out = Annotated[
+    Path, typer.Argument(metavar="OUT_DIR", file_okay=False, show_default=False, help="The folder to write.")
+]
+Prompt = Annotated[
+    int, typer.Option("--prompt", metavar="N", min=1, help="Tokens that are read at once; longer prompts go on singly.")
+]
+MaxSequence = Annotated[
+    int, typer.Option("--max-sequence", metavar="N", min=1, help="Tokens that the caches hold, prompt and answer.")
+]
+SkippingOption = Annotated[
+    Skipping | None,
+    typer.Option(
+        "--skipping",
+        show_default="conditional for one row, else masked",
+        help="How a routed block is skipped: not run, run and dropped, or run for the best rows alone.",
+    ),
+]
+Dense = Annotated[bool, typer.Option("--dense", help="Export the dense model, with no block routed.")]
+
+
+def command(
+    model: Model,
+    out: Out,
+    batch: Batch = 1,
+    prompt: Prompt = 128,
+    max_sequence: MaxSequence = 1024,
+    skipping: SkippingOption = None,
+    dense: Dense = False,
+    capacity: Capacity = None,
+    every: Every = None,
+    blocks: Blocks = None,
+    gate: GateOption = None,
+    seed: Seed = 0,
+    factory: Factory = None,
+) -> None:
+    """Write MODEL as prefill and decode graphs over caches, for 'modpass generate'.
+
+    A dense MODEL is routed first with causal selection, unless --dense.
+    """
+    from modpass.exporters.decoder import export_decoder
+
+    routing = Routing(capacity, every, blocks, gate, "causal", None)
+    with status("loading"):
+        source = load_source(model, factory=factory)
+    if dense:
+        refuse_routed(source, "dense")
+    with status("tracing"):
+        traced = _dense(source) if dense else _causal(routing, source, seed)
+    with status("exporting"):
+        manifest = export_decoder(
+            traced, out, batch=batch, prompt=prompt, max_sequence=max_sequence, skipping=skipping,
+            tokenizer=_tokenizer(model),
+        )  # fmt: skip
+    sizes = ", ".join(f"{n} {mebibytes((out / n).stat().st_size)}" for n in manifest.files)
+    caches = [*manifest.caches, *(c for r in manifest.routing for c in r.caches)]
+    console().print(f"wrote {out} ({sizes})", markup=False)
+    console().print(
+        f"{len(caches)} caches for {max_sequence} tokens; {len(manifest.routing)} routed blocks, {manifest.skipping}",
+        markup=False,
+    )
+
+
+def _dense(source: Source) -> RoutedModel:
+    return source.model if isinstance(source.model, RoutedModel) else trace(source.model, source.example_inputs)
+
+
+def _causal(routing: Routing, source: Source, seed: int) -> RoutedModel:
+    """Routed with causal selection; a model that is routed already keeps its routers."""
+    if not is_routed(source):
+        return routing.apply(source, seed)
+    refuse_routed(source, *(n for n in routing.given() if n != "selection"))
+    assert isinstance(source.model, RoutedModel)
+    for block in source.model.routed_blocks.values():
+        block.selection = "causal"
+    return source.model
+
+
+def _tokenizer(spec: str) -> Any:
+    """The tokenizer of a bundled model or of a Hugging Face folder, where there is one."""
+    from modpass.bench.models import BUNDLED, load_tokenizer
+
+    if spec in BUNDLED:
+        return load_tokenizer(spec) if BUNDLED[spec].tokenizer is not None else None
+    if not (Path(spec, "tokenizer.json").is_file() or Path(spec, "tokenizer_config.json").is_file()):
+        return None
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as e:
+        raise MissingExtraError("reading a tokenizer needs transformers; pip install 'modpass[hf]'") from e
+    return AutoTokenizer.from_pretrained(spec, local_files_only=True)

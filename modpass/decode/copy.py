@@ -1,0 +1,197 @@
+"""Copy a graph for one token a row: attention reads caches, everything else sees a sequence of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from modpass.analysis import SEQUENCE, Refusal, Sizes, canonical_arguments
+from modpass.attention import SOFTMAX, Attention, arguments_of, find_attention
+from modpass.decode.attend import attend, hide_later, join_scores, weigh
+from modpass.decode.caches import Cut, cut_at, spreads_heads
+from modpass.decode.worlds import is_size, size_at
+from modpass.mixing import mixing_reason, name_of
+from modpass.symbols import expr_of, shape_of, value_of
+
+__all__ = ["CacheSpec", "StepCopy"]
+
+Side = Callable[[fx.Node, fx.Node], Any]
+
+
+class CacheSpec:
+    """A cache that a step reads: its shape, the dim that counts slots, its dtype, and the node it holds."""
+
+    def __init__(self, node: fx.Node, kind: str, shape: tuple[int, ...], dim: int, place: fx.Node) -> None:
+        self.node, self.kind, self.shape, self.dim, self.place = node, kind, shape, dim, place
+        self.dtype: torch.dtype = value_of(node).dtype
+
+
+class StepCopy:
+    """Copies the nodes that depend on the tokens into ``graph``.
+
+    sizes: the batch and sequence of the source; known: its other free sizes, the batch included; slots: how many
+    tokens a cache holds; slot: the node that says where the new token of each row goes; side: makes a side input
+    for a consumer, at the token's own position.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        tokens: list[fx.Node],
+        sizes: Sizes,
+        known: dict[Any, int],
+        slots: int,
+        side: Side,
+    ) -> None:
+        self.graph, self.tokens, self.inner = graph, tokens, set(tokens)
+        self.sizes, self.known, self.slots, self.side = sizes, known, slots, side
+        self.attentions = find_attention(tokens, sizes.carries)
+        self.step: dict[fx.Node, Any] = {}
+        self.cached: dict[fx.Node, fx.Node] = {}
+        self.caches: list[CacheSpec] = []
+        self.slot: Any = None
+
+    def check(self) -> None:
+        """Refuse operators that mix tokens outside attention.
+
+        Raises:
+            Refusal: names the operator.
+        """
+        for node in self.tokens:
+            if node.op != "call_function":
+                continue
+            reason = mixing_reason(node, self.sizes.carries, self.sizes.is_batch)
+            if reason:
+                raise Refusal(f"{reason} (node {node.name})")
+            if any(is_size(a) and self.sizes.carries(_expr(a)) for a in node.all_input_nodes) and _as_number(node):
+                raise Refusal(f"{node.target} computes with the sequence length (node {node.name})")
+
+    def cuts(self) -> dict[fx.Node, Cut]:
+        """The cut of every keys and values node, in order."""
+        ends = [n for a in self.attentions.found for n in (a.keys, a.values)]
+        return {n: cut_at(n, self.inner, self.sizes, self.known) for n in dict.fromkeys(ends)}
+
+    def declare(self) -> None:
+        """Add a placeholder for each cache."""
+        self.cut = self.cuts()
+        for attention in self.attentions.found:
+            for kind, end in (("key", attention.keys), ("value", attention.values)):
+                node, dim = self.cut[end].node, self.cut[end].dim
+                if node not in self.cached:
+                    place = self.graph.placeholder(f"cache_{len(self.caches)}")
+                    self.cached[node] = place
+                    self.caches.append(CacheSpec(node, kind, self._cache_shape(node, dim), dim, place))
+
+    def _cache_shape(self, node: fx.Node, dim: int) -> tuple[int, ...]:
+        shape = [self.sizes.canonical(s).subs(self.known) for s in shape_of(value_of(node))]
+        return tuple(self.slots if d == dim else int(s) for d, s in enumerate(shape))
+
+    def run(self, **special: Callable[[fx.Node], Any]) -> None:
+        """Copy every token node; ``special`` gives other ways for nodes of a kind of operation."""
+        for node in self.tokens:
+            attention = self.attentions.at(node)
+            if node.op in special:
+                made = special[node.op](node)
+            elif attention is not None and attention.fused:
+                made = self._fused(attention)
+            elif attention is not None and node is attention.node:
+                made = self._scores(attention)
+            elif attention is not None:
+                made = self._weigh(attention)
+            else:
+                made = self._plain(node)
+            self.step[node] = made
+
+    def new_rows(self) -> tuple[Any, ...]:
+        """What each cache is to hold for the new token."""
+        return tuple(self.step[c.node] for c in self.caches)
+
+    def _call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.graph.call_function(function, args, kwargs)
+
+    def _value(self, consumer: fx.Node, node: fx.Node) -> Any:
+        return self.step[node] if node in self.step else self.side(consumer, node)
+
+    def _plain(self, node: fx.Node) -> fx.Node:
+        """The same operator on one token."""
+        keyed = node in self.attentions.keyed
+        args = self._arguments(node, node.args, keyed)
+        kwargs = {k: self._arguments(node, v, keyed) for k, v in node.kwargs.items()}
+        if name_of(node) in SOFTMAX and node.args[0] in self.attentions.keyed:
+            args = (self._call(hide_later, args[0], self.slot, self.slots), *args[1:])
+        return self._traced(node, self.graph.call_function(node.target, args, kwargs))  # type: ignore[arg-type]
+
+    def _traced(self, node: fx.Node, made: fx.Node) -> fx.Node:
+        made.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+        return made
+
+    def _arguments(self, consumer: fx.Node, given: Any, keyed: bool, last: bool = True) -> Any:
+        """Arguments on one token; a size that counts tokens is one, but the last of a keyed value counts slots."""
+        if isinstance(given, fx.Node):
+            if is_size(given):
+                return size_at(given, self.sizes, self.slots if keyed and last else 1, self.known)
+            return self._value(consumer, given)
+        if isinstance(given, list | tuple):
+            end = len(given) - 1
+            made = [self._arguments(consumer, a, keyed, i == end) for i, a in enumerate(given)]
+            return tuple(made) if isinstance(given, tuple) else made
+        return given
+
+    def _whole(self, node: fx.Node) -> Any:
+        """Keys or values as attention takes them, made from the whole cache."""
+        cut, env = self.cut[node], dict[fx.Node, Any]()
+        env[cut.node] = self.cached[cut.node]
+        for moved in cut.path:
+            value = lambda a: size_at(a, self.sizes, self.slots, self.known) if is_size(a) else env[a]  # noqa: E731
+            args, kwargs = fx.map_arg(moved.args, value), fx.map_arg(moved.kwargs, value)
+            env[moved] = self.graph.call_function(moved.target, args, kwargs)  # type: ignore[arg-type]
+        return env[node]
+
+    def _fused(self, attention: Attention) -> fx.Node:
+        given = arguments_of(attention.node)
+        heads = shape_of(value_of(given["query"]))[1]
+        mask = given.get("attn_mask")
+        if mask is not None and mask in self.step:
+            raise Refusal(f"the mask of the attention at node {attention.node.name} is made from token values")
+        ends = (attention.keys, attention.values)
+        alike = len({shape_of(value_of(self.cut[e].node))[1] for e in ends}) == 1
+        if alike and all(spreads_heads(self.cut[e], int(heads), self.sizes, self.known) for e in ends):
+            new = [self.step[self.cut[e].node] for e in ends]
+            whole = [self.cached[self.cut[e].node] for e in ends]
+        else:
+            new, whole = [self.step[e] for e in ends], [self._whole(e) for e in ends]
+        row = None if mask is None else self.side(attention.node, mask)
+        query = self._value(attention.node, given["query"])
+        made = self._call(attend, query, *new, *whole, self.slot, row, given.get("scale"))
+        return self._traced(attention.node, made)
+
+    def _scores(self, attention: Attention) -> fx.Node:
+        node = attention.node
+        first: Any = node.args[1] if name_of(node) == "baddbmm" else node.args[0]
+        query = self._value(node, first)
+        new = self._call(torch.matmul, query, self.step[attention.keys])
+        joined = self._call(join_scores, self._call(torch.matmul, query, self._whole(attention.keys)), new, self.slot)
+        if name_of(node) == "baddbmm":
+            bias = self._value(node, node.args[0])  # type: ignore[arg-type]
+            beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+            scaled = self._call(torch.mul, joined, alpha)
+            joined = self._call(torch.add, scaled, self._call(torch.mul, bias, beta))
+        return self._traced(node, joined)
+
+    def _weigh(self, attention: Attention) -> fx.Node:
+        node = attention.weigh
+        weights = self.step[node.args[0]]  # type: ignore[index]
+        new, whole = self.step[attention.values], self._whole(attention.values)
+        return self._traced(node, self._call(weigh, weights, whole, new, self.slot))
+
+
+def _expr(node: fx.Node) -> Any:
+    return expr_of(value_of(node)) if isinstance(value_of(node), torch.SymInt) else SEQUENCE
+
+
+def _as_number(node: fx.Node) -> bool:
+    """Whether a node takes a size as a number to compute with, not as a shape."""
+    return any(kind == "number" and isinstance(a, fx.Node) and is_size(a) for kind, a in canonical_arguments(node))

@@ -1,0 +1,108 @@
+"""What decode and prefill share: the whole model's graph, which inputs are tokens, and its sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from modpass.analysis import Sizes
+from modpass.attention import arguments_of, is_fused
+from modpass.causal import dependent
+from modpass.errors import BlockError, InputError
+from modpass.mixing import name_of
+from modpass.model import RoutedModel
+from modpass.rewrite import undo_dropout
+from modpass.symbols import Expr, shape_of, value_of
+from modpass.transform import trace
+
+__all__ = ["Outer", "open_model"]
+
+_PRODUCTS = {"matmul", "bmm", "baddbmm"}
+
+
+@dataclass
+class Outer:
+    """A traced model without dropout.
+
+    tokens: the inputs that carry one entry a token; whole: those that are needed at full length, such as masks;
+    fixed: the numbers of every free size but the sequence.
+    """
+
+    model: RoutedModel
+    graph: fx.Graph
+    sizes: Sizes
+    tokens: list[fx.Node]
+    whole: list[fx.Node]
+    known: dict[Any, int]
+    rows: int
+
+
+def open_model(model: nn.Module | ExportedProgram, batch: int, dims: Mapping[str, int] | None = None) -> Outer:
+    """Look at a model as decode does; traces it first where it is not yet traced.
+
+    Raises:
+        InputError: a size is missing or not what is allowed.
+        BlockError: it cannot be decoded; says why.
+    """
+    routed = model if isinstance(model, RoutedModel) else trace(model)
+    for name, block in routed.routed_blocks.items():
+        if block.selection != "causal":
+            raise InputError(
+                f"block '{name}' selects by '{block.selection}', which looks at later tokens; decode needs "
+                f"selection='causal' (model.routed_blocks['{name}'].selection = 'causal')"
+            )
+    graph = undo_dropout(routed)
+    placeholders = {str(n.target): n for n in graph.nodes if n.op == "placeholder"}
+    named = {n: {d: e for d, e in zip(spec.dims, shape_of(value_of(placeholders[spec.name])), strict=True)}
+             for spec in routed.inputs for n in [spec.name]}  # fmt: skip
+    sequence = _symbol(named, "sequence")
+    rows = _symbol(named, "batch")
+    known = _known(named, batch, dims or {})
+    sizes = Sizes(rows, sequence)
+    counted = [placeholders[n] for n, found in named.items() if "sequence" in found]
+    whole = [n for n in counted if _is_whole(graph, n, sizes)]
+    tokens = [n for n in counted if n not in whole]
+    if not tokens:
+        raise BlockError("no input carries one entry a token: each of them decides which tokens attention sees")
+    return Outer(routed, graph, sizes, tokens, whole, known, batch)
+
+
+def _symbol(named: Mapping[str, Mapping[Any, Expr]], name: str) -> Expr:
+    found = next((dims[name] for dims in named.values() if name in dims), None)
+    if found is None:
+        raise BlockError(f"the trace has no free {name}, so there is nothing to decode")
+    return found
+
+
+def _known(named: Mapping[str, Mapping[Any, Expr]], batch: int, dims: Mapping[str, int]) -> dict[Any, int]:
+    known: dict[Any, int] = {}
+    for found in named.values():
+        for name, expr in found.items():
+            if name == "batch":
+                known[expr] = batch
+            elif isinstance(name, str) and name in dims:
+                known[expr] = dims[name]
+    return known
+
+
+def _is_whole(graph: fx.Graph, source: fx.Node, sizes: Sizes) -> bool:
+    """Whether an input decides what attention sees: it meets the scores other than through queries and keys."""
+    scores: set[fx.Node] = set()
+    reached = {source}
+    for node in dependent(graph, source):
+        reached.add(node)
+        if is_fused(node):
+            if arguments_of(node).get("attn_mask") in reached:
+                return True
+            continue
+        if sum(map(sizes.carries, shape_of(value_of(node)))) < 2:
+            continue
+        if name_of(node) in _PRODUCTS or any(a in scores for a in node.all_input_nodes):
+            scores.add(node)
+        else:
+            return True
+    return False

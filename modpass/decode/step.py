@@ -1,0 +1,212 @@
+"""``decode_step``: the graph of one token a row over caches, derived from the plain forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from modpass.analysis import Refusal, gather_of
+from modpass.causal import dependent
+from modpass.decode.block import Skipping, StepBlock
+from modpass.decode.caches import cache_name
+from modpass.decode.causality import check_causal
+from modpass.decode.copy import StepCopy
+from modpass.decode.model import Cache, Routing, StepInfo, StepModel, TensorInput
+from modpass.decode.outer import Outer, open_model
+from modpass.decode.rows import Rows
+from modpass.decode.worlds import FullLength
+from modpass.errors import BlockError, InputError
+from modpass.functional import Gather
+from modpass.routing import RoutedBlock
+from modpass.symbols import shape_of, value_of
+
+__all__ = ["decode_step"]
+
+
+def decode_step(
+    model: nn.Module | ExportedProgram,
+    *,
+    batch: int,
+    max_sequence: int,
+    skipping: Skipping = "masked",
+    padding: bool = True,
+    dims: Mapping[str, int] | None = None,
+) -> StepModel:
+    """Derive the decode step of a model: one token a row, attention over caches, routed blocks skipped.
+
+    Args:
+        model: dense, or routed with ``selection="causal"``.
+        batch: rows B, a fixed number.
+        max_sequence: tokens that the caches hold; a routed block's cache holds its capacity of them.
+        skipping: what a routed block does for a row that passes it by: "masked" computes and drops the result
+            (exact per row, no control flow), "conditional" runs nothing when no row takes part (meant for one
+            row), "batch_capacity" computes the capacity's share of the rows, those with the best scores.
+        padding: keep masks such as ``attention_mask`` as inputs ``[B, max_sequence]``; without, every token is real.
+        dims: other free sizes by name.
+
+    Returns:
+        A graph module; ``inputs`` and ``outputs`` name what it takes and returns: the tokens ``[B, 1]``,
+        ``position`` ``[B]`` (where the token stands in its row), caches and routing state; the model's outputs for
+        that token, the new cache rows, and the new routing state. ``state()`` allocates, ``advance()`` steps.
+
+    Raises:
+        BlockError: tokens mix outside causal attention; names the operator.
+        InputError: an argument is not what is allowed.
+
+    >>> from modpass.decode.example import tiny_decoder
+    >>> decode_step(tiny_decoder(), batch=1, max_sequence=8).caches[0].shape
+    (1, 2, 8, 4)
+    """
+    if skipping not in get_args(Skipping):
+        raise InputError(f"skipping is {skipping!r}; it must be one of {', '.join(map(repr, get_args(Skipping)))}")
+    for name, value in (("batch", batch), ("max_sequence", max_sequence)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} is {value!r}; it must be a whole number of 1 or more")
+    outer = open_model(model, batch, dims)
+    check_causal(outer)
+    try:
+        return _Step(outer, max_sequence, skipping, padding).model()
+    except Refusal as e:
+        raise BlockError(f"this model cannot be decoded: {e}") from e
+
+
+class _Step(StepCopy):
+    """The copy of the whole model's graph for one token."""
+
+    def __init__(self, outer: Outer, max_sequence: int, skipping: str, padding: bool) -> None:
+        tokens = dependent(outer.graph, *outer.tokens)
+        graph = fx.Graph()
+        super().__init__(graph, tokens, outer.sizes, outer.known, max_sequence, self._side)
+        self.outer, self.skipping, self.max_sequence = outer, skipping, max_sequence
+        self.inner |= set(outer.tokens)
+        self.check()
+        self.full = FullLength(graph, outer.model, outer.sizes, max_sequence, outer.known)
+        self.inputs: list[tuple[str, fx.Node]] = []
+        for node in outer.tokens:
+            self.step[node] = self._input(str(node.target), node)
+        self.position = self.slot = self._placeholder("position")
+        for node in outer.graph.nodes:
+            if node.op == "placeholder" and node not in outer.tokens:
+                self._whole_input(node, padding)
+        self.declare()
+        self.inputs += [(cache_name(c.node, c.kind), c.place) for c in self.caches]
+        self.blocks = {n: self._block(n) for n in tokens if n.op == "call_module"}
+        self.results: dict[fx.Node, fx.Node] = {}
+        index = graph.call_function(torch.unsqueeze, (self.position, 1))
+        self.rows = Rows(self.full, index)
+        self.run(call_module=self._routed)
+
+    # Inputs
+
+    def _placeholder(self, name: str) -> fx.Node:
+        node = self.graph.placeholder(name.replace(".", "_"))
+        self.inputs.append((name, node))
+        return node
+
+    def _input(self, name: str, node: fx.Node) -> fx.Node:
+        placed = self._placeholder(name)
+        placed.meta["shape"] = self._shape(node, 1)
+        placed.meta["dtype"] = value_of(node).dtype
+        return placed
+
+    def _shape(self, node: fx.Node, sequence: int) -> tuple[int, ...]:
+        sizes = [self.sizes.canonical(s).subs(self.known) for s in shape_of(value_of(node))]
+        return tuple(int(s.subs({self.sizes.canonical(self.sizes.sequence): sequence})) for s in sizes)
+
+    def _whole_input(self, node: fx.Node, padding: bool) -> None:
+        """A mask at full length: an input, or all ones where no row is padded."""
+        name = str(node.target)
+        if not padding and name in self.outer.model.info.call.optional:
+            ones = torch.ones(self._shape(node, self.max_sequence), dtype=value_of(node).dtype)
+            self.full.constants[node] = ones
+            self.full.copies[node] = self.graph.get_attr(self.full.name_table(ones))
+            return
+        placed = self._placeholder(name)
+        placed.meta["shape"], placed.meta["dtype"] = self._shape(node, self.max_sequence), value_of(node).dtype
+        self.full.copies[node], self.full.constants[node] = placed, None
+
+    def _block(self, node: fx.Node) -> tuple[StepBlock, list[fx.Node]]:
+        block: Any = self.outer.model.get_submodule(str(node.target))
+        if not isinstance(block, RoutedBlock):
+            raise Refusal(f"the submodule '{node.target}' is no routed block")
+        slots = block.slots(self.max_sequence)
+        step = StepBlock(block, self.outer.rows, slots, self.known, self.skipping)
+        names = [f"{block.name}.count", f"{block.name}.places"]
+        names += [f"{block.name}.cache_{i}" for i in range(len(step.caches))]
+        return step, [self._placeholder(n) for n in names]
+
+    # Nodes
+
+    def _side(self, consumer: fx.Node, node: fx.Node) -> Any:
+        gather = gather_of(consumer, node, self.sizes)
+        if gather is None:
+            return self.full(node)
+        keyed = consumer in self.attentions.keyed or self.attentions.at(consumer) is not None
+        return self._at_position(node, gather, keyed)
+
+    def _at_position(self, node: fx.Node, gather: Gather, keyed: bool) -> Any:
+        dims = tuple(d for d in gather.dims if not (keyed and d == gather.rank - 1))
+        if not dims:
+            return self.full(node)
+        return self.rows(node, Gather(gather.rank, gather.batch, gather.batched, dims, gather.repeat))
+
+    def _routed(self, node: fx.Node) -> fx.Node:
+        step, state = self.blocks[node]
+        stream, keep, *sides = node.args
+        kept = None
+        if keep is not None:
+            kept = self.rows(keep, Gather(2, 0, True, (1,)))  # type: ignore[arg-type]
+        given = [self._routed_side(s, g) for s, g in zip(sides, step.queries, strict=True)]
+        count, places, *caches = state
+        arguments = (self.step[stream], kept, self.position, count, places, *caches, *given)  # type: ignore[index]
+        call = self.graph.call_module(self._step_name(node), arguments)
+        self.results[node] = call
+        return self.graph.call_function(_item, (call, 0))
+
+    def _step_name(self, node: fx.Node) -> str:
+        return f"step_{list(self.blocks).index(node)}"
+
+    def _routed_side(self, side: Any, gather: Gather | None) -> Any:
+        if side in self.step:
+            return self.step[side]
+        return self.full(side) if gather is None else self.rows(side, gather)
+
+    # The result
+
+    def model(self) -> StepModel:
+        output = next(n for n in self.outer.graph.nodes if n.op == "output")
+        leaves = [n for n in pytree.tree_leaves(output.args) if isinstance(n, fx.Node)]
+        results: list[Any] = [self.step[n] if n in self.step else self.full(n) for n in leaves]
+        caches = [Cache(cache_name(c.node, c.kind), c.shape, c.dtype, c.dim) for c in self.caches]
+        results += self.new_rows()
+        routing = []
+        for node, (step, _) in self.blocks.items():
+            name = step.name
+            own = [Cache(f"{name}.cache_{i}", c.shape, c.dtype, c.dim, name) for i, c in enumerate(step.caches)]
+            routing.append(Routing(name, step.slots, tuple(own)))
+            results += [self.graph.call_function(_item, (self.results[node], i + 1)) for i in range(1 + len(own))]
+        self.graph.output(tuple(results))
+        inputs = tuple(self._input_spec(name, node) for name, node in self.inputs if "shape" in node.meta)
+        info = StepInfo(
+            self.outer.rows, self.max_sequence, inputs, tuple(caches), tuple(routing), self._output_names(leaves)
+        )
+        modules = {self._step_name(n): step for n, (step, _) in self.blocks.items()}
+        made = StepModel.build(self.outer.model, self.graph, info, self.full.tables, modules)
+        made.meta["modpass.inputs"] = tuple(name for name, _ in self.inputs)
+        return made
+
+    def _input_spec(self, name: str, node: fx.Node) -> TensorInput:
+        return TensorInput(name, node.meta["shape"], node.meta["dtype"])
+
+    def _output_names(self, leaves: list[fx.Node]) -> tuple[str, ...]:
+        return tuple(self.outer.model.output_names[: len(leaves)])
+
+
+def _item(values: Any, index: int) -> Tensor:
+    result: Tensor = values[index]
+    return result
