@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from modpass.symbols import value_of
+from modpass.symbols import traced_value, value_of
 
 __all__ = ["without_complex"]
 
@@ -119,7 +119,7 @@ class _Rewriter:
         """A new node in the module of ``node``, with the value that the trace would have recorded."""
         made = self.graph.call_function(target, args)
         made.meta = dict(node.meta)
-        made.meta["val"] = target(*fx.map_arg(args, value_of))
+        made.meta["val"] = traced_value(value_of(node).fake_mode, target, args, {})
         return made
 
 

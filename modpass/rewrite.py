@@ -15,6 +15,7 @@ from modpass.complex import without_complex
 from modpass.dropout import AttentionDropout
 from modpass.functional import Gather
 from modpass.mixing import name_of
+from modpass.prefix import without_prefix_cuts
 from modpass.symbols import emit, expr_of, value_of
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def normalise(graph: fx.Graph) -> None:
             # Whether a view is enough depends on strides, which depend on the attention kernel of the moment.
             node.target = aten.reshape.default
     without_complex(graph)
+    without_prefix_cuts(graph)
     known = _known_sizes(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and name_of(node) in _LIKE:

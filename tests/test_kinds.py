@@ -84,6 +84,30 @@ def by_complex_rotary(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return by_einsum(q, k, v)
 
 
+class TurnsBehind(nn.Module):
+    """Rotary positions for all tokens but the first two, from a table that the model makes."""
+
+    def __init__(self, split: bool) -> None:
+        super().__init__()
+        self.split, self.qkv, self.out = split, nn.Linear(48, 144), nn.Linear(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        angle = torch.arange(x.shape[1] - 2)[:, None] * torch.tensor([1.0, 0.5, 0.25, 0.1, 0.05, 0.01]).repeat(2)
+
+        def turn(t: Tensor) -> Tensor:
+            if self.split:
+                first, rest = t.split((2, t.shape[2] - 2), 2)
+                half = torch.cat([-rest[..., 6:], rest[..., :6]], -1)
+            else:
+                first, rest = t[:, :, :2], t[:, :, 2:]
+                half = torch.stack([-rest[..., 1::2], rest[..., ::2]], -1).reshape(rest.shape)
+            return torch.cat([first, rest * angle.cos() + half * angle.sin()], 2)
+
+        y = nn.functional.scaled_dot_product_attention(turn(q), turn(k), v)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
 class Streams(nn.Module):
     """Three residual streams side by side: a block reads their mean and adds to each by its own weight."""
 
@@ -149,6 +173,8 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], dict[str, A
     "other names": (lambda: Decoder(lambda w, h: ByProducts(by_other_names), 2), ids),
     "quantile": (lambda: Decoder(lambda w, h: ByProducts(cut_at_a_quantile), 2), ids),
     "complex rotary": (lambda: Decoder(lambda w, h: ByProducts(by_complex_rotary), 2), ids),
+    "prefix split off": (lambda: Decoder(lambda w, h: TurnsBehind(True), 2), ids),
+    "prefix cut off": (lambda: Decoder(lambda w, h: TurnsBehind(False), 2), ids),
     "every expert": (lambda: Decoder(lambda w, h: EveryExpert(w), 2), ids),
     "in place": (lambda: Decoder(lambda w, h: ByProducts(in_place), 2), ids),
     "streams inside": (lambda: SideBySide(False), ids),
