@@ -10,10 +10,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from modpass.bench.coverage_compare import Comparison, compare
 from modpass.bench.coverage_models import FAMILIES, model_names
 from modpass.bench.coverage_pool import Job, run_jobs
-from modpass.bench.coverage_report import Comparison, compare, render
-from modpass.bench.coverage_result import CoverageResult, CoverageRow
+from modpass.bench.coverage_report import render
+from modpass.bench.coverage_result import OUTCOMES, CoverageResult, CoverageRow, code_digest
 from modpass.bench.coverage_stages import STAGES, run_stages
 from modpass.errors import InputError, StateError
 from modpass.exporters.manifest import versions
@@ -21,6 +22,7 @@ from modpass.files import whole_file
 
 __all__ = ["Comparison", "CoverageResult", "CoverageRow", "compare", "render", "run"]
 
+STALE = "stale"
 _PRELOAD = ("modpass.bench.coverage_warm",)
 
 
@@ -33,6 +35,7 @@ def run(
     last: str = STAGES[-1],
     progress: bool = True,
     record: str | os.PathLike[str] | None = None,
+    again: Iterable[str] = (),
 ) -> CoverageResult:
     """Put every architecture of a family through the stages, each in a process of its own.
 
@@ -45,9 +48,11 @@ def run(
         progress: show a bar on the error stream.
         record: a JSON file that holds the rows as they come; a row that it already holds is not measured again,
             so that an interrupted run goes on where it was.
+        again: outcomes, such as "refused", whose rows in ``record`` are measured again; "stale": rows that were
+            measured with other code of the pass.
 
     Raises:
-        InputError: there is no such family, architecture or stage, or a number is too small.
+        InputError: there is no such family, architecture, stage or outcome, or a number is too small.
         StateError: ``record`` is no coverage result, or one of a run to another stage.
 
     >>> run("other", jobs=0)
@@ -58,17 +63,23 @@ def run(
         raise InputError(f"there is no stage '{last}'; there are: {', '.join(STAGES)}")
     if jobs < 1 or timeout_s <= 0:
         raise InputError(f"jobs is {jobs} and timeout_s {timeout_s:g}; both must be positive")
+    again = set(again)
+    if unknown := sorted(again - {*OUTCOMES, STALE}):
+        raise InputError(f"there is no outcome '{unknown[0]}'; there are: {', '.join(OUTCOMES)} and {STALE}")
     wanted = _wanted(FAMILIES if family is None else (family,), None if only is None else list(only))
-    order = {(r.family, r.name): i for i, r in enumerate(wanted)}
-    done = _Record(None if record is None else Path(record), last)
-    work = [Job(r, run_stages, (r.family, r.name, last)) for r in wanted if not done.holds(r)]
+    order = {r.key: i for i, r in enumerate(wanted)}
+    done, code = _Record(None if record is None else Path(record), last), code_digest()
+    work = [
+        Job(replace(r, code=code), run_stages, (r.family, r.name, last)) for r in wanted if not done.holds(r, again)
+    ]
     with _bar(progress) as bar:
         task = bar.add_task("", total=len(work))
         for row in run_jobs(work, jobs, timeout_s, _PRELOAD):
             done.add(row)
             bar.update(task, advance=1, description=row.name)
-    rows = [r for r in done.result.rows if (r.family, r.name) in order]
-    return replace(done.result, rows=tuple(sorted(rows, key=lambda r: order[r.family, r.name])))
+    registered = {f: len(model_names(f)) for f in dict.fromkeys(r.family for r in wanted)}
+    rows = [r for r in done.result.rows if r.key in order]
+    return replace(done.result, rows=tuple(sorted(rows, key=lambda r: order[r.key])), registered=registered)
 
 
 class _Record:
@@ -82,11 +93,16 @@ class _Record:
             if self.result.last != last:
                 raise StateError(f"'{path}' holds a run up to the stage '{self.result.last}', not '{last}'")
 
-    def holds(self, row: CoverageRow) -> bool:
-        return any((r.family, r.name) == (row.family, row.name) for r in self.result.rows)
+    def holds(self, row: CoverageRow, again: set[str]) -> bool:
+        """Whether the row is there and need not be measured again."""
+        stale = code_digest() if STALE in again else None
+        return any(
+            r.key == row.key and r.outcome not in again and (stale is None or r.code == stale) for r in self.result.rows
+        )
 
     def add(self, row: CoverageRow) -> None:
-        self.result = replace(self.result, rows=(*self.result.rows, row))
+        others = (r for r in self.result.rows if r.key != row.key)
+        self.result = replace(self.result, rows=(*others, row), versions=versions("transformers"))
         if self.path is not None:
             with whole_file(self.path) as temporary:
                 temporary.write_text(self.result.to_json())

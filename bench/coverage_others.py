@@ -86,19 +86,19 @@ class _Plain(nn.Module):
 
 
 def _x_transformers(part: str) -> _Made:
-    x = require("x_transformers", "bench")
+    x = require("x_transformers", "coverage")
     layers = getattr(x, part)(dim=_WIDTH, depth=_LAYERS, heads=_HEADS, attn_dim_head=16)
     model = x.TransformerWrapper(num_tokens=_VOCABULARY, max_seq_len=_VOCABULARY, attn_layers=layers)
     return model, {"x": torch.randint(0, _VOCABULARY, (2, 37))}, None
 
 
 def _timm(name: str) -> _Made:
-    timm = require("timm", "bench")
+    timm = require("timm", "coverage")
     return timm.create_model(name, pretrained=False, img_size=112), {"x": torch.randn(2, 3, 112, 112)}, None
 
 
 def _torchvision(name: str) -> _Made:
-    models = importlib.import_module(require("torchvision", "bench").__name__ + ".models")
+    models = importlib.import_module(require("torchvision", "coverage").__name__ + ".models")
     return models.get_model(name, weights=None, image_size=64), {"x": torch.randn(2, 3, 64, 64)}, None
 
 
@@ -116,7 +116,7 @@ OTHERS: dict[str, Other] = {
         for n in (
             "vit_tiny_patch16_224",
             "deit_tiny_patch16_224",
-            "vit_tiny_patch14_reg4_dinov2",
+            "vit_small_patch14_reg4_dinov2",
             "eva02_tiny_patch14_224",
         )
     },

@@ -14,7 +14,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     # the last layers share keys with an earlier one of their kind
     "gemma3n_text": {"num_kv_shared_layers": 1},
-    "gemma4_text": {"num_kv_shared_layers": 1},
+    "gemma4_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "dots1": {"n_shared_experts": 1},
     "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
     "qwen4_exp_text": {
@@ -28,6 +28,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     # the shared block must be used twice
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    # its encoder alone
+    "T5GemmaEncoderModel": {"is_encoder_decoder": False},
     "reformer": {"axial_pos_embds": False},
     # a decoder by its own flag
     "ReformerModelWithLMHead": {"is_decoder": True},
@@ -35,7 +37,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "shieldgemma2": {"yes_token_index": 3, "no_token_index": 4},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     # read by its own code, declared by no field
-    "DbrxAttentionConfig": {"rope_theta": 1e4, "kv_n_heads": 2},
+    "DbrxAttentionConfig": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
     # one language must be the default
     "xmod": {"default_language": "en_XX"},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},

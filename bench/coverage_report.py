@@ -1,15 +1,15 @@
-"""A coverage result as markdown, and what changed between two of them."""
+"""A coverage result as markdown: counts, the figures in two readings, and a row per architecture."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 from modpass.bench.coverage_result import CoverageResult, CoverageRow
 from modpass.bench.coverage_stages import STAGES
 
-__all__ = ["Comparison", "compare", "render"]
+__all__ = ["by_construction", "render"]
 
 _MEANING = {
     "make": "a tiny random model is made from the architecture's own configuration",
@@ -22,47 +22,119 @@ _MEANING = {
     "onnxruntime": "ONNX Runtime agrees (1e-4), token choices included",
     "tensorrt": "TensorRT-RTX builds it",
 }
+# Why a model mixes tokens beside attention by its very construction, told by the reason it was refused for.
+_CONSTRUCTION = {
+    "no attention": r"no attention in it",
+    "convolution over tokens": r"convolves over tokens|conv\w*\.\w+ makes a dim of",
+    "recurrence over tokens": r"picks single tokens|(cumsum|cumprod|logcumsumexp)\S* runs along",
+    "windows or pooled keys": r"windows or pooled keys",
+}
+_LEGEND = (
+    'A model counts at a stage if it passed that stage and all before. "Routed": blocks routed, of those found; a '
+    "model with one routed block or more goes on, and the reason given is then that of its first block that is not "
+    'routed. "Refused" is an answer with a reason; "wrong" would be a model that computes something else.'
+)
+_READINGS = (
+    "(a) counts every model that traces. (b) leaves out those that have nothing to route: no block of theirs has "
+    "attention over its own tokens alone, and they are refused on purpose; they are named below."
+)
 
 
 def render(result: CoverageResult) -> str:
-    """The whole result as markdown: counts per family and stage, then a row per architecture.
+    """The whole result as markdown.
 
     >>> render(CoverageResult(())).splitlines()[0]
     '# Coverage'
     """
     stages = STAGES[: STAGES.index(result.last) + 1]
-    families = list(dict.fromkeys(r.family for r in result.rows))
-    made_with = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    counts = [_counts(f, [r for r in result.rows if r.family == f], stages) for f in families]
+    families = {f: [r for r in result.rows if r.family == f] for f in dict.fromkeys(r.family for r in result.rows)}
     parts = [
         "# Coverage",
-        f"Made by `modpass coverage`{f' with {made_with}' if made_with else ''}.",
-        _grid(("family", *stages, "of those that trace and attend"), counts),
+        _origin(result),
+        _grid(("family", *stages), (_counts(f, rows, stages) for f, rows in families.items())),
         "\n".join(f"- **{s}**: {_MEANING[s]}" for s in stages),
         _LEGEND,
+        _grid(_headings(stages), (_figures(f, rows, stages, result.registered.get(f)) for f, rows in families.items())),
+        _READINGS,
+        *(_left_out(f, rows) for f, rows in families.items()),
     ]
-    for family in families:
-        rows = [r for r in result.rows if r.family == family]
+    for family, rows in families.items():
         parts += [
             f"## {family}",
             _grid(("outcome", "models"), _outcomes(rows)),
             _grid(("model", "class", "routed", "stops at", "outcome", "reason"), map(_cells, rows)),
         ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(p for p in parts if p) + "\n"
 
 
-_LEGEND = (
-    'A model counts at a stage if it passed that stage and all before. "Attend": its plain forward holds '
-    'attention; convolutional and recurrent models have nothing to route. "Routed": blocks routed, of those '
-    'found. "Refused" is an answer with a reason; "wrong" would be a model that computes something else.'
-)
+def by_construction(row: CoverageRow) -> str | None:
+    """Why a refused model has nothing to route, or None: every block of it must be refused for such a reason.
+
+    >>> by_construction(CoverageRow("image", "resnet", "ResNet", failed="blocks", reason="no attention in it"))
+    'no attention'
+    """
+    if row.failed != "blocks":
+        return None
+    kinds = [_kind(reason) for reason in [row.reason, *(reason for _, reason in row.skipped)]]
+    return kinds[0] if all(kinds) or kinds[0] == "no attention" else None
+
+
+def _kind(reason: str) -> str | None:
+    return next((kind for kind, pattern in _CONSTRUCTION.items() if re.search(pattern, reason)), None)
+
+
+def _origin(result: CoverageResult) -> str:
+    made_with = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    states = Counter(r.code for r in result.rows if r.code)
+    told = ", ".join(f"{code} ({n})" for code, n in states.most_common())
+    codes = f" State of the pass, as a digest of its source files, by rows: {told}." if told else ""
+    return f"Printed by `modpass coverage`{f', measured with {made_with}' if made_with else ''}.{codes}"
 
 
 def _counts(family: str, rows: Sequence[CoverageRow], stages: Sequence[str]) -> tuple[str, ...]:
-    counts = [str(sum(r.reached(s) for r in rows)) for s in stages]
-    able = [r for r in rows if r.reached("trace") and r.attends]
-    done = sum(r.failed is None for r in able)
-    return (family, *counts, f"{done} of {len(able)} ({done / len(able):.0%})" if able else "none")
+    return (family, *(str(sum(r.reached(s) for r in rows)) for s in stages))
+
+
+def _headings(stages: Sequence[str]) -> tuple[str, ...]:
+    goal = _goal(stages)
+    built = ("TensorRT-RTX builds, of those that reach ONNX",) if "tensorrt" in stages else ()
+    return (
+        "family", "measured", f"{goal}, (a) of all that trace", f"{goal}, (b) of those with something to route",
+        *built, "wrong", "crashed or timed out",
+    )  # fmt: skip
+
+
+def _goal(stages: Sequence[str]) -> str:
+    return "onnxruntime" if "onnxruntime" in stages else stages[-1]
+
+
+def _figures(
+    family: str, rows: Sequence[CoverageRow], stages: Sequence[str], registered: int | None
+) -> tuple[str, ...]:
+    goal, traced = _goal(stages), [r for r in rows if r.reached("trace")]
+    exported = [r for r in rows if r.reached("onnx")]
+    built = (_share(exported, lambda r: r.reached("tensorrt")),) if "tensorrt" in stages else ()
+    return (
+        family,
+        f"{len(rows)} of {registered}" if registered else str(len(rows)),
+        _share(traced, lambda r: r.reached(goal)),
+        _share([r for r in traced if by_construction(r) is None], lambda r: r.reached(goal)),
+        *built,
+        str(sum(r.outcome == "wrong" for r in rows)),
+        str(sum(r.outcome in ("crashed", "timed out") for r in rows)),
+    )
+
+
+def _share(rows: Sequence[CoverageRow], passed: Callable[[CoverageRow], bool]) -> str:
+    count = sum(map(passed, rows))
+    return f"{count} of {len(rows)} ({count / len(rows):.1%})" if rows else "none"
+
+
+def _left_out(family: str, rows: Sequence[CoverageRow]) -> str:
+    kinds = {r.name: by_construction(r) for r in rows if r.reached("trace")}
+    named = [(kind, [n for n, k in kinds.items() if k == kind]) for kind in _CONSTRUCTION]
+    lines = [f"{kind} ({len(names)}): {', '.join(names)}" for kind, names in named if names]
+    return f"- Left out of (b) in {family}: {'; '.join(lines)}." if lines else ""
 
 
 def _outcomes(rows: Iterable[CoverageRow]) -> list[tuple[str, str]]:
@@ -80,52 +152,3 @@ def _grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [headings, ["---"] * len(headings), *rows]
     clean = ([" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in lines)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in clean)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What changed from one result to the next, each as ``"family/name: before -> after"``."""
-
-    gained: tuple[str, ...] = ()
-    lost: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()
-    added: tuple[str, ...] = ()
-    removed: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        parts = [(n, getattr(self, n)) for n in ("gained", "lost", "changed", "added", "removed")]
-        lines = ["\n  ".join([f"{name} ({len(rows)})", *rows]) for name, rows in parts if rows]
-        return "\n".join(lines) or "nothing changed"
-
-
-def compare(old: CoverageResult, new: CoverageResult) -> Comparison:
-    """Which models come further than they did, less far, or stop where they did for another reason.
-
-    Two runs that stopped after different stages are compared up to the earlier.
-
-    >>> str(compare(CoverageResult(()), CoverageResult(())))
-    'nothing changed'
-    """
-    before, after = ({(r.family, r.name): r for r in result.rows} for result in (old, new))
-    limit = min(STAGES.index(old.last), STAGES.index(new.last)) + 1
-    found: dict[str, list[str]] = {"gained": [], "lost": [], "changed": []}
-    for key in before.keys() & after.keys():
-        a, b = _progress(before[key], limit), _progress(after[key], limit)
-        kind = "gained" if b > a else "lost" if b < a else "changed"
-        if a != b or (a < limit and _end(before[key]) != _end(after[key])):
-            found[kind].append(f"{'/'.join(key)}: {_end(before[key])} -> {_end(after[key])}")
-    gained, lost, changed = (tuple(sorted(found[k])) for k in ("gained", "lost", "changed"))
-    added, removed = _names(after.keys() - before.keys()), _names(before.keys() - after.keys())
-    return Comparison(gained, lost, changed, added, removed)
-
-
-def _progress(row: CoverageRow, limit: int) -> int:
-    return min(len(row.passed), limit)
-
-
-def _end(row: CoverageRow) -> str:
-    return "passed" if row.failed is None else f"{row.outcome} at {row.failed}: {row.reason}"
-
-
-def _names(keys: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-    return tuple(sorted("/".join(k) for k in keys))

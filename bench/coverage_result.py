@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import modpass
 from modpass.bench.coverage_stages import STAGES
 from modpass.errors import StateError
 
-__all__ = ["CoverageResult", "CoverageRow"]
+__all__ = ["OUTCOMES", "CoverageResult", "CoverageRow", "code_digest"]
+
+OUTCOMES = ("passed", "refused", "failed", "wrong", "crashed", "timed out", "not installed")
+
+
+@cache
+def code_digest() -> str:
+    """What tells one state of the pass and its exporters from another: a digest of their source files.
+
+    >>> len(code_digest())
+    12
+    """
+    root = Path(modpass.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted([*root.glob("*.py"), *(root / "exporters").glob("*.py")]):
+        digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 @dataclass(frozen=True)
@@ -20,7 +40,7 @@ class CoverageRow:
     passed: the stages it passed; failed: the first it did not (None: it passed all); outcome: "passed",
     "refused" (left alone, with a reason), "failed", "wrong", "crashed", "timed out" or "not installed".
     attends: whether its plain forward holds attention; inferred: whether modpass found its inputs; blocks: how many
-    are routed; skipped: [name, reason] of each candidate that is not.
+    are routed; skipped: [name, reason] of each candidate that is not; code: ``code_digest()`` when it was measured.
     """
 
     family: str
@@ -35,6 +55,12 @@ class CoverageRow:
     blocks: int = 0
     skipped: tuple[tuple[str, str], ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+    code: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The family and the name, which tell one row from another."""
+        return self.family, self.name
 
     def reached(self, stage: str) -> bool:
         """Whether it passed ``stage``."""
@@ -43,11 +69,12 @@ class CoverageRow:
 
 @dataclass(frozen=True)
 class CoverageResult:
-    """The rows of a run, how far it went, and the versions it ran with."""
+    """The rows of a run, how far it went, the versions it ran with, and how many models each family has."""
 
     rows: tuple[CoverageRow, ...]
     last: str = STAGES[-1]
     versions: Mapping[str, str] = field(default_factory=dict)
+    registered: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Every field as indented JSON.
@@ -67,7 +94,7 @@ class CoverageResult:
         try:
             data: dict[str, Any] = json.loads(text)
             rows = tuple(_row(r) for r in data["rows"])
-            return cls(rows, data["last"], data["versions"])
+            return cls(rows, data["last"], data["versions"], data.get("registered", {}))
         except (ValueError, KeyError, TypeError) as e:
             raise StateError(f"this is no coverage result: {e}") from e
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,7 +16,6 @@ from torch import Tensor
 import modpass
 from modpass.bench.coverage_checks import TOLERANCE, AttentionWatch, Wrong, check_equal, floats, gap
 from modpass.bench.coverage_models import Made, make_model, with_inputs
-from modpass.blocks import Blocks, locate
 from modpass.errors import BlockError, MissingExtraError, ModpassError
 from modpass.exporters import FixedShape, build_engine, export_onnx, verify
 from modpass.exporters.shapes import example_tensors
@@ -45,7 +42,6 @@ class _Subject:
     inputs: dict[str, Any] = field(default_factory=dict)
     attends: bool = False
     routed: Any = None
-    blocks: Blocks | None = None
     shape: FixedShape = field(default_factory=FixedShape)
     other: dict[str, Tensor] = field(default_factory=dict)
 
@@ -126,40 +122,23 @@ def _run(subject: _Subject) -> None:
 
 def _transform(subject: _Subject) -> None:
     """Trace, find and route every block in one call; a refusal at the blocks is kept for that stage."""
-    with _recorded_blocks() as found:
-        try:
-            subject.routed = modpass.mod_transform(
-                subject.made.model, 1.0, every=1, gate="unit", example_inputs=subject.made.example_inputs
-            )
-        except BlockError as e:
-            subject.routed = e
-    subject.blocks = found[0] if found else None
-
-
-@contextmanager
-def _recorded_blocks() -> Iterator[list[Blocks]]:
-    """What the pass found and refused, without tracing the model a second time."""
-    found: list[Blocks] = []
-
-    def record(traced: Any) -> Blocks:
-        found.append(locate(traced))
-        return found[-1]
-
-    with mock.patch("modpass.transform.locate", record):
-        yield found
+    try:
+        subject.routed = modpass.mod_transform(
+            subject.made.model, 1.0, every=1, gate="unit", example_inputs=subject.made.example_inputs
+        )
+    except BlockError as e:
+        subject.routed = e
 
 
 def _blocks(subject: _Subject, report: Report) -> None:
-    blocks = subject.blocks
-    if blocks is not None:
-        report("fact", ("blocks", len(blocks)))
-        report("fact", ("skipped", [[s.name, s.reason] for s in blocks.skipped]))
-    if isinstance(subject.routed, BlockError):
+    refused = isinstance(subject.routed, BlockError)
+    skipped = subject.routed.skipped if refused else subject.routed.info.skipped
+    report("fact", ("blocks", 0 if refused else len(subject.routed.routed_blocks)))
+    report("fact", ("skipped", [[s.name, s.reason] for s in skipped]))
+    if refused:
         if not subject.attends:
             raise Refused("no attention in it")
-        if blocks is not None and blocks.skipped:
-            raise Refused(f"{blocks.skipped[0].name}: {blocks.skipped[0].reason}")
-        raise subject.routed
+        raise Refused(f"{skipped[0].name}: {skipped[0].reason}") if skipped else subject.routed
 
 
 def _unit(subject: _Subject) -> None:
@@ -205,7 +184,7 @@ def _reference(subject: _Subject) -> None:
     for block in routed.routed_blocks.values():
         block.capacity, block.gate = CAPACITY, "linear"
     blocks = routed.routed_blocks
-    settings = {n: Setting(CAPACITY, "linear", b.router.weight, b.seq_dim) for n, b in blocks.items()}
+    settings = {n: Setting(CAPACITY, "linear", b.router.weight, b.seq_dim, order=b.order) for n, b in blocks.items()}
     with torch.no_grad():
         dense, found = subject.made.model(**inputs), routed(**inputs)
         with routed_reference(subject.made.plain, settings) as reference:

@@ -103,10 +103,11 @@ class Sizes:
 class Analysis:
     """A region that can be routed.
 
-    stream, output: the residual stream in and out; seq_dim: its sequence dim (0 or 1). tokens: the nodes that
-    depend on the tokens, in order; the rest is hoisted. gathers: how each (consumer, side input) pair follows
-    the chosen tokens; a pair that is absent passes whole. unknown: nodes of operators that only a check on values
-    can tell to keep tokens apart.
+    stream, output: the residual stream in and out; seq_dim: its sequence dim; order: for a stream of more than three
+    dims (several residual streams side by side), the permutation that puts batch and sequence first. tokens: the
+    nodes that depend on the tokens, in order; the rest is hoisted. gathers: how each (consumer, side input) pair
+    follows the chosen tokens; a pair that is absent passes whole. unknown: nodes of operators that only a check on
+    values can tell to keep tokens apart.
     """
 
     stream: fx.Node
@@ -118,6 +119,7 @@ class Analysis:
     hoisted: list[fx.Node]
     gathers: dict[tuple[fx.Node, fx.Node], Gather] = field(default_factory=dict)
     unknown: list[fx.Node] = field(default_factory=list)
+    order: tuple[int, ...] | None = None
 
     @property
     def fixed(self) -> bool:
@@ -133,11 +135,13 @@ def analyse(nodes: list[fx.Node]) -> Analysis:
     """
     region = _Region(nodes)
     stream, output = region.residual_stream()
-    sizes, seq_dim = region.sizes(stream)
-    width = shape_of(value_of(stream))[-1]
+    shape = shape_of(value_of(stream))
+    sizes, seq_dim = region.sizes(stream) if len(shape) == 3 else region.sizes_of_several(stream)
+    order = None if len(shape) == 3 else _front(shape, sizes)
+    width = shape[-1] if order is None else sympy.prod([shape[i] for i in order[2:]])
     if not width.is_Integer:
         raise Refusal(f"the stream's width is {width}, not a fixed number")
-    found = Analysis(stream, output, sizes, seq_dim, int(width), [], [])
+    found = Analysis(stream, output, sizes, seq_dim, int(width), [], [], order=order)
     if found.fixed:
         return found
     found.tokens = region.dependent(stream)
@@ -160,6 +164,11 @@ def analyse(nodes: list[fx.Node]) -> Analysis:
             if gather is not None:
                 found.gathers[node, side] = gather
     return found
+
+
+def _front(shape: tuple[Expr, ...], sizes: Sizes) -> tuple[int, ...]:
+    first = [shape.index(sizes.batch), shape.index(sizes.sequence)]
+    return (*first, *(i for i in range(len(shape)) if i not in first))
 
 
 def _needed(tokens: list[fx.Node], sized: set[fx.Node], uniform: set[fx.Node]) -> set[fx.Node]:
@@ -208,7 +217,7 @@ class _Region:
     def _alike(self, a: fx.Node, b: fx.Node) -> bool:
         x, y = value_of(a), value_of(b)
         return (
-            bool(x.is_floating_point()) and x.dtype == y.dtype and shape_of(value_of(a)) == shape_of(y) and x.dim() == 3
+            bool(x.is_floating_point()) and x.dtype == y.dtype and shape_of(value_of(a)) == shape_of(y) and x.dim() >= 3
         )
 
     def _distance(self, output: fx.Node, source: fx.Node) -> int | None:
@@ -244,6 +253,15 @@ class _Region:
         if first in attended and second not in attended:
             return Sizes(second, first), 0
         return Sizes(first, second), 1
+
+    def sizes_of_several(self, stream: fx.Node) -> tuple[Sizes, int]:
+        """Batch and sequence of a stream that is several side by side: attention alone tells which dims they are."""
+        shape = shape_of(value_of(stream))
+        free = [i for i, size in enumerate(shape) if not size.is_Integer]
+        counted = [i for i in free if shape[i] in self.attended()]
+        if len(free) != 2 or len(counted) != 1 or shape[free[0]] == shape[free[1]]:
+            raise Refusal(f"its stream [{', '.join(map(str, shape))}] has no one dim that attention runs over")
+        return Sizes(shape[free[0] + free[1] - counted[0]], shape[counted[0]]), counted[0]
 
     def attended(self) -> list[Expr]:
         found: list[Expr] = []

@@ -44,6 +44,10 @@ class Block:
     @property
     def stream_shape(self) -> str:
         """The stream's shape in words of the trace: ``[B, S, 576]``."""
+        if self.analysis.order is not None:
+            sizes = self.analysis.sizes
+            names = {sizes.batch: "B", sizes.sequence: "S"}
+            return f"[{', '.join(str(names.get(s, s)) for s in shape_of(value_of(self.analysis.stream)))}]"
         order = ["B", "S"] if self.analysis.seq_dim == 1 else ["S", "B"]
         return f"[{', '.join(order)}, {self.analysis.width}]"
 

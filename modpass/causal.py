@@ -46,6 +46,8 @@ def causal_body(body: fx.GraphModule, seq_dim: int) -> fx.GraphModule:
     graph = copy_graph(body)
     stream = next(n for n in graph.nodes if n.op == "placeholder")
     shape = value_of(stream).shape
+    if len(shape) != 3:
+        raise Refusal("it runs several streams side by side, which causal selection does not follow")
     sizes = Sizes(expr_of(shape[1 - seq_dim]), expr_of(shape[seq_dim]))
     tokens = dependent(graph, stream)
     attentions = find_attention(tokens, sizes.carries)

@@ -6,7 +6,12 @@ Each message says which block, tensor or flag, what was found, what is allowed a
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from modpass.blocks import Skipped
 
 __all__ = [
     "BlockError",
@@ -36,7 +41,14 @@ class InputError(ModpassError):
 
 
 class BlockError(ModpassError):
-    """A block was named that cannot be routed, or no block was found."""
+    """A block was named that cannot be routed, or no block was found.
+
+    skipped: the candidates that cannot be routed, where that is why.
+    """
+
+    def __init__(self, message: str, skipped: Sequence[Skipped] = ()) -> None:
+        super().__init__(message)
+        self.skipped = tuple(skipped)
 
 
 class CapacityError(InputError):

@@ -15,7 +15,7 @@ from modpass.errors import InputError
 __all__ = ["as_named", "infer_inputs"]
 
 # Odd sizes, so that a traced batch or sequence is never mistaken for a width.
-BATCH, SEQUENCE, TARGET = 2, 37, 31
+BATCH, SEQUENCE, TARGET, FRAMES, SAMPLES = 2, 37, 31, 64, 6400
 
 
 def as_named(model: nn.Module, example_inputs: Any) -> dict[str, Any]:
@@ -105,15 +105,17 @@ def _from_config(model: nn.Module) -> dict[str, Any]:
     main: str = model.main_input_name  # type: ignore[assignment]
     takes = inspect.signature(model.forward).parameters
     if main == "pixel_values":
-        return {main: torch.randn(BATCH, getattr(config, "num_channels", 3), *_image_size(config))}
-    if main != "input_ids":
-        dummy = dict(getattr(model, "dummy_inputs", {}) or {})
-        return {n: _rows(v) for n, v in dummy.items() if isinstance(v, Tensor) and n in takes}
+        return {main: torch.randn(_image_shape(config))}
     limit = getattr(text, "max_position_embeddings", None)
     limit = limit if isinstance(limit, int) and limit > 0 else 4096
-    sequence = min(SEQUENCE, limit)
-    named = _tokens("input_ids", "attention_mask", sequence, text.vocab_size, takes)
-    if getattr(config, "is_encoder_decoder", False):
+    if main == "input_ids":
+        named = _tokens("input_ids", "attention_mask", min(SEQUENCE, limit), text.vocab_size, takes)
+    elif main in ("input_features", "input_values"):
+        named = {main: torch.randn(_sound_shape(config, main))}
+    else:
+        dummy = dict(getattr(model, "dummy_inputs", {}) or {})
+        return {n: _rows(v) for n, v in dummy.items() if isinstance(v, Tensor) and n in takes}
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes:  # its encoder alone does not
         named |= _tokens("decoder_input_ids", "decoder_attention_mask", min(TARGET, limit), text.vocab_size, takes)
     return named
 
@@ -126,9 +128,23 @@ def _tokens(ids: str, mask: str, sequence: int, vocabulary: int, takes: Mapping[
     return named
 
 
-def _image_size(config: Any) -> tuple[int, int]:
-    size = getattr(getattr(config, "vision_config", config), "image_size", 224)
-    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+def _image_shape(config: Any) -> tuple[int, ...]:
+    """``[B, channels, height, width]``, with frames after the batch for video."""
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", None) or 224
+    height, width = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+    frames = getattr(vision, "num_frames", None)
+    return (BATCH, *([frames] if frames else []), getattr(vision, "num_channels", 3), height, width)
+
+
+def _sound_shape(config: Any, main: str) -> tuple[int, ...]:
+    """Samples, or spectra as the names of the configuration's fields lay them out."""
+    if main == "input_values":
+        return BATCH, SAMPLES
+    if hasattr(config, "input_feat_per_channel"):
+        return BATCH, FRAMES, config.input_feat_per_channel
+    positions = getattr(config, "max_source_positions", None)
+    return BATCH, config.num_mel_bins, 2 * positions if positions else FRAMES
 
 
 def _rows(value: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from modpass.symbols import Expr, shape_of, value_of
+from modpass.tiling import tiles_apart
 
 __all__ = ["Unknown", "is_pointwise", "mixing_reason", "name_of"]
 
@@ -109,17 +110,10 @@ _PLACES = {"argmax", "argmin", "topk", "sort", "argsort"}  # what they return is
 _ORDERED = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "roll"}
 # Elementwise in fact, without the tag that says so.
 _POINTWISE = {
-    "__and__",
-    "__or__",
-    "__xor__",
-    "masked_fill",
-    "floor_divide",
-    "copy",
-    "where",
-    "clamp",
-    "one_hot",
-    "nan_to_num",
-    "lerp",
+    *("masked_fill", "floor_divide", "copy", "where", "clamp", "one_hot", "nan_to_num", "lerp", "hardswish"),
+    *("multiply", "subtract", "divide", "absolute", "negative", "__and__", "__or__", "__xor__"),
+    *("greater", "greater_equal", "less", "less_equal", "not_equal"),
+    *("arccos", "arcsin", "arctan", "arccosh", "arcsinh", "arctanh", "arctan2", "fix"),
 }
 _INDEXED = {
     "gather",
@@ -132,6 +126,7 @@ _INDEXED = {
     "take_along_dim",
     "slice_scatter",
     "select_scatter",
+    "glu",
 }
 _NORMS = {"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"}
 _PRODUCTS = {"matmul", "bmm", "mm", "baddbmm", "addmm", "addbmm", "linear", "mv", "dot"}
@@ -161,6 +156,8 @@ def mixing_reason(node: fx.Node, carries: Carries, batched: Carries) -> Reason:
         return _cuts(node, carries) or _pads(node, carries) or _reshapes(node, carries)
     if name in _PRODUCTS:
         return _contracts(node, name, carries)
+    if name == "einsum":
+        return _sums(node, carries)
     dims = _reduced_dims(node, name)
     if dims is not None:
         if _carries_at(node, dims, batched):
@@ -258,13 +255,19 @@ def _reshapes(node: fx.Node, carries: Carries) -> Reason:
     name = name_of(node)
     if name == "repeat":
         before, after = (sum((s for s in shape if carries(s)), sympy.Integer(0)) for shape in _in_out(node))
-        return None if before == after else f"{node.target} repeats the sequence"
+        if before == after or tiles_apart(node, carries, _keeps_rows):
+            return None
+        return f"{node.target} repeats the sequence"
     if name not in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"):
         return None
     runs = [_runs(shape, carries) for shape in _in_out(node)]
     if len(runs[0]) == len(runs[1]) and all(a & b for a, b in zip(*runs, strict=True)):
         return None
     return f"{node.target} takes tokens apart"
+
+
+def _keeps_rows(node: fx.Node) -> bool:
+    return is_pointwise(node) or name_of(node) in ("linear", "mm", "_to_copy", "to", "clone", "contiguous")
 
 
 def _in_out(node: fx.Node) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
@@ -296,6 +299,23 @@ def _contracts(node: fx.Node, name: str, carries: Carries) -> Reason:
     left = node.args[1] if name in ("baddbmm", "addmm", "addbmm") else node.args[0]
     shape = shape_of(value_of(left)) if isinstance(left, fx.Node) else ()
     if not shape or not carries(shape[-1]) or sum(map(carries, shape)) > 1:
+        return None
+    return f"{node.target} sums over tokens outside attention"
+
+
+def _sums(node: fx.Node, carries: Carries) -> Reason:
+    """An einsum may sum over tokens where one of its operands holds a weight for each pair of them."""
+    equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
+    given, _, kept = equation.partition("->")
+    if "->" not in equation or "." in equation:
+        return f"{node.target} has the equation {equation}, whose letters do not name every dim"
+    counted = []
+    for letters, operand in zip(given.split(","), operands, strict=True):  # type: ignore[arg-type]
+        counted.append([c for c, size in zip(letters, shape_of(value_of(operand)), strict=True) if carries(size)])
+        if len(set(counted[-1])) < len(counted[-1]):
+            return f"{node.target} takes a diagonal over tokens"
+    summed = {c for letters in counted for c in letters if c not in kept}
+    if all(any(c in letters and len(letters) > 1 for letters in counted) for c in summed):
         return None
     return f"{node.target} sums over tokens outside attention"
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from modpass.blocks import Skipped
 from modpass.calling import Call, CallCodeGen
 from modpass.rewrite import retarget
 from modpass.routing import RoutedBlock
@@ -30,7 +31,7 @@ class InputSpec:
 
 @dataclass
 class Info:
-    """What a traced model knows of itself beside its graph."""
+    """What a traced model knows of itself beside its graph; skipped: the candidates that cannot be routed, and why."""
 
     call: Call
     out_spec: pytree.TreeSpec
@@ -38,6 +39,7 @@ class Info:
     output_names: tuple[str, ...]
     settings: dict[str, Any]
     source: dict[str, Any]
+    skipped: tuple[Skipped, ...] = ()
 
 
 class RoutedModel(fx.GraphModule):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -23,8 +23,10 @@ __all__ = ["Setting", "causal_choice", "hidden_keys", "reference_choice", "route
 
 
 class Setting:
-    """How one block is routed: its capacity, gate, router weight ``[D]``, sequence dim and selection.
+    """How one block is routed: its capacity, gate, router weight ``[D]``, where its stream has batch and sequence, and
+    its selection.
 
+    order: the permutation that puts batch and sequence first; given for a stream of more than three dims.
     max_sequence: for causal selection, the length that the capacity is a share of (None: the sequence's own).
     """
 
@@ -36,9 +38,24 @@ class Setting:
         seq_dim: int = 1,
         selection: str = "expert_choice",
         max_sequence: int | None = None,
+        order: Sequence[int] | None = None,
     ) -> None:
-        self.capacity, self.gate, self.weight, self.seq_dim = capacity, gate, weight, seq_dim
+        self.capacity, self.gate, self.weight = capacity, gate, weight
         self.selection, self.max_sequence = selection, max_sequence
+        self.order = tuple(order or ((0, 1, 2) if seq_dim == 1 else (1, 0, 2)))
+
+    def is_stream(self, value: Any) -> bool:
+        """Whether an argument of the block can be its stream."""
+        return isinstance(value, Tensor) and value.dim() == len(self.order) and value.is_floating_point()
+
+    def there(self, x: Tensor) -> Tensor:
+        """The stream as ``[B, S, D]``."""
+        return x.permute(self.order).flatten(2)
+
+    def back(self, x_BSD: Tensor, shape: torch.Size) -> Tensor:
+        """``[B, S, D]`` as the model has it."""
+        apart = x_BSD.reshape([shape[i] for i in self.order])
+        return apart.permute([self.order.index(i) for i in range(len(self.order))])
 
     def choose(self, scores: list[float], keep: list[bool] | None) -> list[int]:
         """The chosen positions of one row."""
@@ -135,10 +152,8 @@ def _routed(
     dense: Callable[..., Any], setting: Setting, keep: Tensor | None, note: Callable[[list[list[int]]], None]
 ) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        stream = next(
-            a for a in [*args, *kwargs.values()] if isinstance(a, Tensor) and a.dim() == 3 and a.is_floating_point()
-        )
-        x_BSD = stream if setting.seq_dim == 1 else stream.transpose(0, 1)
+        stream = next(filter(setting.is_stream, [*args, *kwargs.values()]))
+        x_BSD = setting.there(stream)
         fits = keep if keep is not None and keep.shape == x_BSD.shape[:2] else None
         scores = [[(token.float() * setting.weight).sum() for token in row] for row in x_BSD]
         chosen = [
@@ -152,7 +167,7 @@ def _routed(
         with hidden_keys(chosen, x_BSD.shape[1]):
             output = dense(*args, **kwargs)
         y = output[0] if isinstance(output, tuple) else output
-        y_BSD = y if setting.seq_dim == 1 else y.transpose(0, 1)
+        y_BSD = setting.there(y)
         rows = []
         for b, row in enumerate(x_BSD):
             tokens = [
@@ -160,8 +175,7 @@ def _routed(
                 for i in range(len(row))
             ]
             rows.append(torch.stack(tokens))
-        routed = torch.stack(rows)
-        routed = routed if setting.seq_dim == 1 else routed.transpose(0, 1)
+        routed = setting.back(torch.stack(rows), stream.shape)
         return (routed, *output[1:]) if isinstance(output, tuple) else routed
 
     return forward
@@ -224,11 +238,23 @@ def hidden_keys(chosen: list[list[int]], sequence: int) -> Iterator[None]:
             input = input.masked_fill(~visible(input.shape), -math.inf)
         return logsumexp(input, dim, keepdim)
 
+    def only_visible(left: Any) -> Any:
+        """Weights that no softmax made (linear, relu or kernel attention) give hidden keys nothing either."""
+        scores = isinstance(left, Tensor) and left.dim() >= 3 and left.shape[-2:] == (sequence, sequence)
+        return left.masked_fill(~visible(left.shape), 0) if scores and left.is_floating_point() else left
+
+    def masked_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda left, *others, **options: product(only_visible(left), *others, **options)
+
     with (
+        ExitStack() as products,
         mock.patch.object(torch, "logsumexp", masked_logsumexp),
         mock.patch.object(F, "scaled_dot_product_attention", masked_attention),
         mock.patch.object(F, "softmax", masked_softmax),
         mock.patch.object(torch, "softmax", masked_softmax),
         mock.patch.object(Tensor, "softmax", masked_softmax),
     ):
+        for holder, name in itertools.product((torch, Tensor), ("matmul", "bmm")):
+            products.enter_context(mock.patch.object(holder, name, masked_product(getattr(holder, name))))
+        products.enter_context(mock.patch.object(Tensor, "__matmul__", masked_product(Tensor.__matmul__)))
         yield

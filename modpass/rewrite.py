@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from modpass.analysis import SEQUENCE, Analysis, canonical_arguments
+from modpass.complex import without_complex
 from modpass.dropout import AttentionDropout
 from modpass.functional import Gather
 from modpass.mixing import name_of
+from modpass.prefix import without_prefix_cuts
 from modpass.symbols import emit, expr_of, value_of
 
 if TYPE_CHECKING:
@@ -24,11 +26,13 @@ __all__ = [
     "Side",
     "copy_graph",
     "drop_inputs",
+    "flat_stream",
     "normalise",
     "outline",
     "regroup",
     "replace_call",
     "retarget",
+    "side_by_side",
     "splice",
     "summands",
     "switch_dropout",
@@ -66,6 +70,8 @@ def normalise(graph: fx.Graph) -> None:
         elif node.target in (aten.view.default, aten._unsafe_view.default):
             # Whether a view is enough depends on strides, which depend on the attention kernel of the moment.
             node.target = aten.reshape.default
+    without_complex(graph)
+    without_prefix_cuts(graph)
     known = _known_sizes(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and name_of(node) in _LIKE:
@@ -73,7 +79,36 @@ def normalise(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and name_of(node) == "sym_size" and node.all_input_nodes[0].op != "placeholder":
             _replace_size(graph, node, known)
+    _fold_inverse(graph)
     _drop_dead(graph)
+
+
+def _fold_inverse(graph: fx.Graph) -> None:
+    """The inverse error function, which no exporter knows, of a constant: a quantile that a model works out."""
+    module: Any = graph.owning_module
+    for node in [n for n in graph.nodes if name_of(n) in ("erfinv", "special_erfinv")]:
+        constant = _constant(module, node)
+        if constant is not None:
+            name = f"_{node.name}_constant"
+            module.register_buffer(name, constant, persistent=False)
+            with graph.inserting_before(node):
+                folded = graph.get_attr(name)
+            folded.meta = dict(node.meta)
+            node.replace_all_uses_with(folded)
+
+
+def _constant(module: Any, node: fx.Node) -> Any:
+    """The value of a node that depends on constants alone, else None."""
+    if node.op == "get_attr":
+        value = _get(module, node.target)
+        return value if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else None
+    if node.op != "call_function" or not node.all_input_nodes:
+        return None
+    values = {a: _constant(module, a) for a in node.all_input_nodes}
+    if any(v is None for v in values.values()):
+        return None
+    target: Any = node.target
+    return target(*fx.map_arg(node.args, values.get), **fx.map_arg(node.kwargs, values.get))
 
 
 def _known_sizes(graph: fx.Graph) -> dict[sympy.Expr, fx.Node]:
@@ -239,14 +274,18 @@ class _Outliner:
         inner = set(self.analysis.tokens)
         self._declare(inner)
         x = self.env[self.analysis.stream]
-        batch_dim, seq_dim = 1 - self.analysis.seq_dim, self.analysis.seq_dim
+        order, seq_dim = self.analysis.order, self.analysis.seq_dim if self.analysis.order is None else 1
+        batch_dim = 1 - seq_dim
         self.sizes = {
             self.analysis.sizes.batch: self.graph.call_function(aten.sym_size.int, (x, batch_dim)),
             SEQUENCE: self.graph.call_function(aten.sym_size.int, (x, seq_dim)),
         }
+        if order is not None:
+            self.env[self.analysis.stream] = side_by_side(self.graph, x, self.analysis)
         for node in self.analysis.tokens:
             self._copy(node)
-        self.graph.output(self.env[self.analysis.output])
+        y = self.env[self.analysis.output]
+        self.graph.output(y if order is None else flat_stream(self.graph, y, order))
         _drop_dead(self.graph)
         self.graph.lint()
         sides = tuple(Side(node, gather) for node, gather in self.sides)
@@ -344,10 +383,27 @@ def copy_graph(graph_module: fx.GraphModule) -> fx.Graph:
     return graph
 
 
-def replace_call(graph: fx.Graph, target: str, output: fx.Node, arguments: tuple[fx.Node | None, ...]) -> fx.Node:
+def flat_stream(graph: fx.Graph, x: fx.Node, order: tuple[int, ...]) -> fx.Node:
+    """Several streams side by side as one ``[B, S, width]``, at the graph's insert point."""
+    return graph.call_function(aten.flatten.using_ints, (graph.call_function(aten.permute.default, (x, order)), 2))
+
+
+def side_by_side(graph: fx.Graph, x: fx.Node, analysis: Analysis) -> fx.Node:
+    """What ``flat_stream`` flattened, as the block's own code has it."""
+    order, shape = analysis.order or (), value_of(analysis.stream).shape
+    apart = graph.call_function(aten.unflatten.int, (x, 2, [int(shape[i]) for i in order[2:]]))
+    return graph.call_function(aten.permute.default, (apart, [order.index(i) for i in range(len(order))]))
+
+
+def replace_call(graph: fx.Graph, target: str, analysis: Analysis, arguments: tuple[fx.Node | None, ...]) -> fx.Node:
     """Put a call of the routed block in the place of the node that computed the block's output."""
+    output, stream = analysis.output, arguments[0]
     with graph.inserting_before(output):
-        call = graph.call_module(target, arguments)
+        if analysis.order is None or stream is None:
+            call = graph.call_module(target, arguments)
+        else:
+            flat = flat_stream(graph, stream, analysis.order)
+            call = side_by_side(graph, graph.call_module(target, (flat, *arguments[1:])), analysis)
     call.meta = dict(output.meta)
     output.replace_all_uses_with(call)
     _drop_dead(graph)

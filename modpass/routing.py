@@ -89,8 +89,11 @@ class RoutedBlock(nn.Module):
     """A residual block that runs on k of its S tokens (paper equation 1).
 
     The chosen tokens become ``x + r * (block(x) - x)``; the others pass unchanged. The block's parameters stay
-    where the dense model has them, so their names are the same.
+    where the dense model has them, so their names are the same. Where the model has several streams side by side,
+    the graph around the block permutes them by ``order`` and flattens them into one.
     """
+
+    order: tuple[int, ...] | None = None
 
     def __init__(
         self,

@@ -8,10 +8,11 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 
-__all__ = ["Expr", "emit", "expr_of", "hint_of", "shape_of", "value_of"]
+__all__ = ["Expr", "emit", "expr_of", "hint_of", "shape_of", "traced_value", "value_of"]
 
 Expr: TypeAlias = Any  # sympy ships no types
 
@@ -37,6 +38,12 @@ def shape_of(value: Any) -> tuple[Expr, ...]:
     (2, 3)
     """
     return tuple(map(expr_of, value.shape)) if isinstance(value, torch.Tensor) else ()
+
+
+def traced_value(mode: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the trace would have recorded for a call: run on the recorded values, sizes left open."""
+    with mode, enable_python_dispatcher():
+        return target(*fx.map_arg(args, value_of), **fx.map_arg(kwargs, value_of))
 
 
 def hint_of(size: Any) -> int | None:

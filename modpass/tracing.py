@@ -74,15 +74,17 @@ def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     before = {m: m.training for m in model.modules()}
     try:
         with _experts_per_token(model), _without_cache(model):
-            evaluated = _export(model.eval(), args, kwargs)
-            return _with_dropout(model, args, kwargs, evaluated) if _drops(model) else evaluated
+            program = _export(model.eval(), args, kwargs)
+            if any(_mutates(n) for n in program.graph.nodes):
+                return _without_writes(program, type(model).__name__)  # which would take dropout apart as well
+            return _with_dropout(model, args, kwargs, program) if _drops(model) else program
     finally:
         for module, flag in before.items():
             module.training = flag
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    """``torch.export`` with every dim of every tensor input free, without in-place ops."""
+    """``torch.export`` with every dim of every tensor input free."""
 
     def free(value: Any) -> Any:
         return dict.fromkeys(range(value.dim()), Dim.AUTO) if isinstance(value, Tensor) else None
@@ -91,17 +93,52 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     names = parameter_names(model.forward)[: len(args)]
     spec = dict(zip(names, shapes[0], strict=False)) | shapes[1]
     try:
-        with _plain_attention():
+        with _plain_attention(), _every_input_named(model, kwargs):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=spec, strict=False)
             if any("set_grad_enabled" in str(n.target) for n in program.graph.nodes):
                 with torch.no_grad():  # else a no_grad part of the model hides in a graph of its own
                     program = torch.export.export(model, args, kwargs, dynamic_shapes=spec, strict=False)
-            if any(_mutates(n) for n in program.graph.nodes):
-                program = program.run_decompositions({})
     except Exception as e:
-        first = (str(e).strip() or type(e).__name__).splitlines()[0]
-        raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {first}") from e
+        raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {_first_line(e)}") from e
     return program
+
+
+def _without_writes(program: ExportedProgram, name: str) -> ExportedProgram:
+    """The same program without in-place operators."""
+    try:
+        written: ExportedProgram = program.run_decompositions({})
+    except Exception as e:
+        raise TraceError(f"{name} cannot be rid of its in-place operators: {_first_line(e)}") from e
+    return written
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def _every_input_named(model: nn.Module, kwargs: dict[str, Any]) -> Iterator[None]:
+    """Let the forward name what it takes through ``**kwargs``: torch.export asks for that in two ways at once."""
+    forward, signature = model.forward, inspect.signature(model.forward)
+    loose = [n for n in kwargs if n not in signature.parameters]
+    if not loose:
+        yield
+        return
+
+    def named(*args: Any, **given: Any) -> Any:
+        return forward(*args, **given)
+
+    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    added = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in loose]
+    named.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+    before = vars(model).get("forward")
+    object.__setattr__(model, "forward", named)
+    try:
+        yield
+    finally:
+        object.__delattr__(model, "forward")
+        if before is not None:
+            object.__setattr__(model, "forward", before)
 
 
 def _mutates(node: fx.Node) -> bool:
@@ -246,7 +283,7 @@ def _from_program(program: ExportedProgram) -> Traced:
     if spec.in_spec is None or spec.out_spec is None:
         raise TraceError("the ExportedProgram does not record its call; export it again with this torch")
     if any(_mutates(n) for n in program.graph.nodes):
-        program = program.run_decompositions({})
+        program = _without_writes(program, "the ExportedProgram")
     module = program.module(check_guards=False)
     normalise(module.graph)
     args_spec, kwargs_spec = spec.in_spec.children()

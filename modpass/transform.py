@@ -124,7 +124,8 @@ def _pick(found: Blocks, every: int, chosen: Chosen | None) -> list[Block]:
         raise BlockError(
             f"no block can be routed:\n{found}"
             if found.skipped
-            else "no block was found: no module repeats and sums its input with its output"
+            else "no block was found: no module repeats and sums its input with its output",
+            found.skipped,
         )
     if chosen is None:
         stacks: dict[str, list[Block]] = defaultdict(list)
@@ -228,7 +229,7 @@ def _route(
         outer = [analysis.stream, mask.of(analysis), *(s.node for s in plan.body.sides)]
         arguments = tuple(None if n is None else moved.get(n, n) for n in outer)
         _install(graph_module, plan.name, make(plan))
-        moved[analysis.output] = replace_call(graph_module.graph, plan.name, analysis.output, arguments)
+        moved[analysis.output] = replace_call(graph_module.graph, plan.name, analysis, arguments)
 
 
 def _plan(graph_module: fx.GraphModule, block: Block, parts: Parts, moved: dict[fx.Node, fx.Node]) -> _Plan:
@@ -263,7 +264,7 @@ def _routed_block(plan: _Plan, capacity: float, gate: str, selection: str) -> Ro
     analysis, body = plan.analysis, plan.body
     switch_dropout(body.graph_module)
     body.graph_module.recompile()
-    return RoutedBlock(
+    routed = RoutedBlock(
         plan.name,
         body.graph_module,
         analysis.width,
@@ -272,9 +273,11 @@ def _routed_block(plan: _Plan, capacity: float, gate: str, selection: str) -> Ro
         selection=selection,
         gathers=[s.gather for s in body.sides],
         owned=body.owned,
-        seq_dim=analysis.seq_dim,
+        seq_dim=analysis.seq_dim if analysis.order is None else 1,
         device=value_of(analysis.stream).device,
     )
+    routed.order = analysis.order
+    return routed
 
 
 def _install(graph_module: fx.GraphModule, name: str, routed: RoutedBlock) -> None:
@@ -346,7 +349,9 @@ def _info(traced: Traced, found: Blocks, settings: dict[str, Any]) -> Info:
             bounds = tuple(traced.ranges.get(e, (1, None)) for e in shape_of(value))
             if str(node.target) in traced.call.structure:
                 traced.call.checks[str(node.target)] = InputCheck(dims, bounds)
-    return Info(traced.call, traced.out_spec, tuple(inputs), _output_names(traced), settings, _source(traced))
+    return Info(
+        traced.call, traced.out_spec, tuple(inputs), _output_names(traced), settings, _source(traced), found.skipped
+    )
 
 
 def _size_names(placeholders: list[fx.Node], found: Blocks) -> dict[Any, str]:

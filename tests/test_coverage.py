@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from modpass.bench.coverage_configs import enliven, shrink, shrunk_value
 from modpass.bench.coverage_inputs import inputs_for
 from modpass.bench.coverage_models import FAMILIES, make_model, model_names
 from modpass.bench.coverage_pool import Job, run_jobs
+from modpass.bench.coverage_report import by_construction
+from modpass.bench.coverage_result import code_digest
 from modpass.bench.coverage_stages import STAGES, run_stages
 from modpass.errors import InputError, StateError
 
@@ -207,6 +210,19 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
         coverage.run("other", ["torch-encoder"], last="unit", progress=False, record=file)
 
 
+def test_rows_of_an_outcome_or_of_other_code_are_measured_again(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    refused = CoverageRow("other", "torch-encoder", "X", (), "make", "refused", "why", code=code_digest())
+    stale = CoverageRow("other", "torch-decoder", "Y", ("make",), code="older")
+    kept = CoverageRow("other", "torch-transformer", "Z", ("make",), code=code_digest())
+    file.write_text(CoverageResult((refused, stale, kept), "make").to_json())
+    names = ["torch-encoder", "torch-decoder", "torch-transformer"]
+    result = coverage.run("other", names, last="make", progress=False, record=file, again=["refused", "stale"])
+    assert [r.kind for r in result.rows] == ["TransformerEncoder", "TransformerDecoder", "Z"]
+    assert all(r.outcome == "passed" and r.code == code_digest() for r in result.rows)
+    assert len(CoverageResult.from_json(file.read_text()).rows) == 3
+
+
 @pytest.mark.slow
 def test_a_run_measures_each_model_in_its_own_process(tmp_path: Path) -> None:
     result = coverage.run(
@@ -223,6 +239,7 @@ def test_a_run_measures_each_model_in_its_own_process(tmp_path: Path) -> None:
     [
         ({"only": ["lama"]}, "there is no architecture 'lama' in causal-lm"),
         ({"last": "moon"}, "there is no stage 'moon'; there are: make, run, trace"),
+        ({"again": ["bad"]}, "there is no outcome 'bad'; there are: passed, refused, failed"),
         ({"jobs": 0}, "jobs is 0 and timeout_s 300; both must be positive"),
     ],
 )
@@ -243,15 +260,44 @@ RESULT = CoverageResult((ROUTED, HALF, CONVOLVES), versions={"torch": "2.0"})
 
 def test_the_report_counts_stages_and_gives_each_model_its_reason() -> None:
     text = render(RESULT)
-    assert "| causal-lm | 3 | 3 | 3 | 2 | 2 | 1 | 1 | 1 | 1 | 1 of 2 (50%) |" in text
+    assert "| causal-lm | 3 | 3 | 3 | 2 | 2 | 1 | 1 | 1 | 1 |" in text
     assert "| b | B | 3 of 4 | reference | wrong | off by 0.3 \\| more |" in text
     assert "| c | C | – | blocks | refused | no attention in it |" in text
     assert "torch 2.0" in text
 
 
+def test_the_report_gives_each_figure_with_and_without_what_has_nothing_to_route() -> None:
+    text = render(RESULT)
+    assert "| causal-lm | 3 | 1 of 3 (33.3%) | 1 of 2 (50.0%) | 1 of 1 (100.0%) | 1 | 0 |" in text
+    assert "- Left out of (b) in causal-lm: no attention (1): c." in text
+    assert "| causal-lm | 3 of 196 | 1 of 3 (33.3%) |" in render(replace(RESULT, registered={"causal-lm": 196}))
+
+
+@pytest.mark.parametrize(
+    ("skipped", "expected"),
+    [
+        (["aten.conv1d.default convolves over tokens (kernel (4,))"], "convolution over tokens"),
+        (["aten.conv1d.default makes a dim of S + 3, which is not the sequence S"], "convolution over tokens"),
+        (["aten.select.int picks single tokens (node select)"], "recurrence over tokens"),
+        (["its attention runs over 49 tokens, not over a dim of the stream: windows or pooled keys"] * 2, "windows"),
+        (["aten.conv1d.default convolves over tokens (kernel (4,))", "it returns more than the stream"], None),
+        (["aten.topk.default makes a dim of Min(2, S), which is not the sequence S"], None),
+    ],
+)
+def test_only_what_mixes_tokens_by_construction_is_left_out(skipped: list[str], expected: str | None) -> None:
+    reasons = tuple((f"l.{i}", reason) for i, reason in enumerate(skipped))
+    row = CoverageRow(
+        "causal-lm", "m", "M", STAGES[:3], "blocks", "refused", f"l.0: {skipped[0]}", True, skipped=reasons
+    )
+    found = by_construction(row)
+    assert found == expected or (expected is not None and str(found).startswith(expected))
+    assert by_construction(replace(row, failed="unit")) is None
+
+
 def test_the_report_shows_only_the_stages_that_ran() -> None:
     text = render(CoverageResult((ROUTED,), last="unit"))
-    assert "| family | make | run | trace | blocks | unit | of those" in text
+    assert "| family | make | run | trace | blocks | unit |" in text
+    assert "unit, (a) of all that trace" in text
     assert "tensorrt" not in text
 
 

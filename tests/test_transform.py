@@ -48,7 +48,10 @@ def set_blocks(routed: modpass.RoutedModel, capacity: float, gate: str) -> None:
 
 
 def settings_of(routed: modpass.RoutedModel) -> dict[str, Setting]:
-    return {n: Setting(b.capacity, b.gate, b.router.weight, b.seq_dim) for n, b in routed.routed_blocks.items()}
+    return {
+        n: Setting(b.capacity, b.gate, b.router.weight, b.seq_dim, order=b.order)
+        for n, b in routed.routed_blocks.items()
+    }
 
 
 def real(output: Tensor, keep: Tensor | None, seq_first: bool = False) -> Tensor:

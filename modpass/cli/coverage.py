@@ -30,7 +30,27 @@ def command(
     last: Annotated[
         str | None, typer.Option("--last", show_default="tensorrt", help="The stage to stop after.")
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record",
+            metavar="FILE",
+            dir_okay=False,
+            help="Keep each row here as it comes; rows that it holds are not measured again.",
+        ),
+    ] = None,
+    again: Annotated[
+        str,
+        typer.Option(
+            "--again",
+            metavar="OUTCOMES",
+            show_default="none",
+            help="Measure rows of the record with these outcomes again, such as refused,failed,wrong; "
+            "stale: those of other code.",
+        ),
+    ] = "",
     json: Annotated[Path | None, typer.Option("--json", help="Write the rows here, to compare two runs.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the report here.")] = None,
     against: Annotated[Path | None, typer.Option("--compare", help="Rows of an earlier run to compare with.")] = None,
 ) -> None:
     """Show which architectures can be routed and exported."""
@@ -38,10 +58,13 @@ def command(
     from modpass.bench.coverage_stages import STAGES
     from modpass.files import whole_file
 
-    result = run(family, only, jobs=jobs, timeout_s=timeout, last=last or STAGES[-1])
-    print(render(result))
-    if json is not None:
-        with whole_file(json) as temporary:
-            temporary.write_text(result.to_json())
+    outcomes = [o.strip() for o in again.split(",") if o.strip()]
+    result = run(family, only, jobs=jobs, timeout_s=timeout, last=last or STAGES[-1], record=record, again=outcomes)
+    report = render(result)
+    print(report)
+    for file, text in ((json, result.to_json()), (markdown, report)):
+        if file is not None:
+            with whole_file(file) as temporary:
+                temporary.write_text(text)
     if against is not None:
         print(compare(CoverageResult.from_json(against.read_text()), result))

@@ -1,0 +1,311 @@
+"""Kinds of models found by measuring every architecture: each as small as it gets, against the slow reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import modpass
+from modpass.errors import BlockError
+from modpass.inputs import infer_inputs
+from modpass.reference import Setting, routed_reference
+from tests.test_transform import relative
+from tests.zoo import Decoder, PreNorm, first, tokens
+
+
+class ByProducts(nn.Module):
+    """Attention made of q, k and v by a function."""
+
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], width: int = 48) -> None:
+        super().__init__()
+        self.attend, self.qkv, self.out = attend, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)) for t in self.qkv(x).chunk(3, -1))
+        return self.out(self.attend(q, k, v).flatten(2))
+
+
+def by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+
+
+def without_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)).relu()
+    return (scores @ v.transpose(1, 2)).transpose(1, 2)
+
+
+def by_other_names(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = torch.multiply(q, 0.3).subtract(0.1).divide(2.0).negative()
+    return nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+
+
+def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    half = torch.zeros_like(q)
+    half[..., :6] = q[..., 6:]
+    half[..., 6:].copy_(q[..., :6])
+    return nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (half, k, v))).transpose(1, 2)
+
+
+def cut_at_a_quantile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Keeps the largest queries by a quantile that it works out itself."""
+    bound = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(0.6))
+    return by_einsum((q - bound * q.std(-1, keepdim=True)).relu(), k, v)
+
+
+class EveryExpert(nn.Module):
+    """All experts on all tokens: the tokens are copied for each expert, in front or (wrongly) behind."""
+
+    def __init__(self, width: int, front: bool = True) -> None:
+        super().__init__()
+        self.front, self.router = front, nn.Linear(width, 3)
+        self.weight, self.attend = nn.Parameter(torch.randn(3, width, width)), ByProducts(by_einsum)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(x)
+        B, S, D = x.shape
+        rows = x.reshape(-1, D)
+        copies = rows.repeat(3, 1) * self.router(rows).sigmoid().t().reshape(-1, 1)
+        if not self.front:
+            return copies.reshape(B * S, 3, D).sum(1).view(B, S, D)
+        return torch.bmm(copies.view(3, -1, D), self.weight).sum(0).view(B, S, D)
+
+
+def by_complex_rotary(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Rotary positions as complex numbers."""
+    angle = torch.arange(q.shape[1])[:, None] * torch.tensor([1.0, 0.5, 0.25, 0.1, 0.05, 0.01])
+    turn = torch.polar(torch.ones_like(angle), angle).unsqueeze(1)
+    q, k = (torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2))) * turn).flatten(-2) for t in (q, k))
+    return by_einsum(q, k, v)
+
+
+class TurnsBehind(nn.Module):
+    """Rotary positions for all tokens but the first two, from a table that the model makes."""
+
+    def __init__(self, split: bool) -> None:
+        super().__init__()
+        self.split, self.qkv, self.out = split, nn.Linear(48, 144), nn.Linear(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        angle = torch.arange(x.shape[1] - 2)[:, None] * torch.tensor([1.0, 0.5, 0.25, 0.1, 0.05, 0.01]).repeat(2)
+
+        def turn(t: Tensor) -> Tensor:
+            if self.split:
+                first, rest = t.split((2, t.shape[2] - 2), 2)
+                half = torch.cat([-rest[..., 6:], rest[..., :6]], -1)
+            else:
+                first, rest = t[:, :, :2], t[:, :, 2:]
+                half = torch.stack([-rest[..., 1::2], rest[..., ::2]], -1).reshape(rest.shape)
+            return torch.cat([first, rest * angle.cos() + half * angle.sin()], 2)
+
+        y = nn.functional.scaled_dot_product_attention(turn(q), turn(k), v)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Streams(nn.Module):
+    """Three residual streams side by side: a block reads their mean and adds to each by its own weight."""
+
+    def __init__(self, front: bool) -> None:
+        super().__init__()
+        self.front, self.block = front, PreNorm(ByProducts(by_einsum), 48)
+        self.write = nn.Parameter(torch.tensor([0.5, 1.0, 1.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dim = 0 if self.front else 2
+        y = self.block(x.mean(dim))
+        return x + y.unsqueeze(dim) * self.write.view(*([3] if not self.front else [3, 1, 1]), 1)
+
+
+class SideBySide(nn.Module):
+    def __init__(self, front: bool) -> None:
+        super().__init__()
+        self.dim, self.embed = 0 if front else 2, nn.Embedding(97, 48)
+        self.blocks = nn.ModuleList(Streams(front) for _ in range(2))
+        self.apart = nn.Parameter(torch.randn(3, 48))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.stack([self.embed(ids) + row for row in self.apart], self.dim)
+        for block in self.blocks:
+            x = block(x)
+        return x.mean(self.dim)
+
+
+class Loose(Decoder):
+    """Takes a second input through ``**others``."""
+
+    def forward(self, ids: Tensor, **others: Tensor) -> Tensor:
+        return super().forward(ids) * others["scale"]
+
+
+class FixedTokens(nn.Module):
+    """Sixteen tokens by construction, in blocks that take a setting through ``**settings``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(16, 48))
+        self.blocks = nn.ModuleList(Settled(ByProducts(by_einsum), 48) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, 16, 48) + self.place
+        for block in self.blocks:
+            x = block(x, scale=2.0)
+        return x
+
+
+class Settled(PreNorm):
+    def forward(self, x: Tensor, **settings: float) -> Tensor:
+        return super().forward(x * settings["scale"]) + x
+
+
+def ids(B: int, S: int) -> dict[str, Any]:
+    return {"ids": tokens(B, S)}
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], dict[str, Any]]]] = {
+    "einsum": (lambda: Decoder(lambda w, h: ByProducts(by_einsum), 2), ids),
+    "no softmax": (lambda: Decoder(lambda w, h: ByProducts(without_softmax), 2), ids),
+    "other names": (lambda: Decoder(lambda w, h: ByProducts(by_other_names), 2), ids),
+    "quantile": (lambda: Decoder(lambda w, h: ByProducts(cut_at_a_quantile), 2), ids),
+    "complex rotary": (lambda: Decoder(lambda w, h: ByProducts(by_complex_rotary), 2), ids),
+    "prefix split off": (lambda: Decoder(lambda w, h: TurnsBehind(True), 2), ids),
+    "prefix cut off": (lambda: Decoder(lambda w, h: TurnsBehind(False), 2), ids),
+    "every expert": (lambda: Decoder(lambda w, h: EveryExpert(w), 2), ids),
+    "in place": (lambda: Decoder(lambda w, h: ByProducts(in_place), 2), ids),
+    "streams inside": (lambda: SideBySide(False), ids),
+    "streams in front": (lambda: SideBySide(True), ids),
+    "loose inputs": (
+        lambda: Loose(lambda w, h: ByProducts(by_einsum), 2),
+        lambda B, S: {**ids(B, S), "scale": torch.rand(B, S, 1)},
+    ),
+    "fixed tokens": (FixedTokens, lambda B, S: {"x": torch.randn(B, 16, 48)}),
+}
+
+
+def make_kind(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = KINDS[name][0]().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(3.0)
+    return model
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_equals_the_dense_model_and_the_slow_reference(name: str) -> None:
+    model, inputs = make_kind(name), KINDS[name][1]
+    routed = modpass.mod_transform(model, 1.0, every=1, gate="unit", example_inputs=inputs(2, 23))
+    assert list(routed.routed_blocks) == ["blocks.0", "blocks.1"]
+    given = inputs(3, 18)
+    with torch.no_grad():
+        dense = first(model(**given))
+        assert relative(first(routed(**given)), dense) < 1e-5
+        for block in routed.routed_blocks.values():
+            block.capacity, block.gate = 0.25, "linear"
+        settings = {
+            n: Setting(0.25, "linear", b.router.weight, b.seq_dim, order=b.order)
+            for n, b in routed.routed_blocks.items()
+        }
+        found = first(routed(**given))
+        with routed_reference(model, settings) as reference:
+            assert relative(found, first(reference(**given))) < 1e-4
+    assert relative(found, dense) > 1e-3, "routing changed nothing"
+
+
+def test_streams_side_by_side_share_one_router_and_are_shown_as_they_are() -> None:
+    model = make_kind("streams in front")
+    blocks = modpass.find_blocks(model, ids(2, 23))
+    assert blocks[0].stream_shape == "[3, B, S, 48]"
+    routed = modpass.mod_transform(model, 0.5, example_inputs=ids(2, 23))
+    assert all(b.router.weight.shape == (144,) for b in routed.routed_blocks.values())
+
+
+def test_a_stream_of_four_dims_without_attention_is_refused() -> None:
+    class Pointwise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(48, 48)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.up(x).relu()
+
+    model = nn.Sequential(*(Pointwise() for _ in range(2)))
+    with pytest.raises(BlockError, match="has no one dim that attention runs over"):
+        modpass.mod_transform(model, 0.5, example_inputs=(torch.randn(2, 9, 7, 48),))
+
+
+def test_a_quantile_is_worked_out_before_export() -> None:
+    routed = modpass.mod_transform(make_kind("quantile"), 0.5, example_inputs=ids(2, 23))
+    assert not any(
+        n.op == "call_function" and "erfinv" in str(n.target) for graph in routed.graphs() for n in graph.graph.nodes
+    )
+
+
+def test_no_complex_number_is_left() -> None:
+    routed = modpass.mod_transform(make_kind("complex rotary"), 0.5, example_inputs=ids(2, 23))
+    values = [n.meta.get("val") for graph in routed.graphs() for n in graph.graph.nodes]
+    assert not any(v.is_complex() for v in values if isinstance(v, Tensor))
+
+
+def test_copies_of_tokens_read_token_by_token_are_refused() -> None:
+    model = Decoder(lambda w, h: EveryExpert(w, front=False), 2)
+    with pytest.raises(BlockError, match="repeats the sequence"):
+        modpass.mod_transform(model, 0.5, example_inputs=(tokens(2, 11),))
+
+
+def test_an_einsum_over_tokens_outside_attention_is_refused() -> None:
+    def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.einsum("bqhd,bhde->bqhe", q, torch.einsum("bkhd,bkhe->bhde", k, v))
+
+    model = Decoder(lambda w, h: ByProducts(linear_attention), 2)
+    with pytest.raises(BlockError, match=r"einsum.* sums over tokens outside attention"):
+        modpass.mod_transform(model, 0.5, example_inputs=(tokens(2, 11),))
+
+
+def test_a_model_knows_which_of_its_blocks_were_refused() -> None:
+    class Pooling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + x.mean(1, keepdim=True)
+
+    model = Decoder(lambda w, h: ByProducts(by_einsum), 3)
+    model.blocks[1] = PreNorm(Pooling(), 48)
+    routed = modpass.mod_transform(model, 0.5, every=1, example_inputs=(tokens(2, 11),))
+    assert [s.name for s in routed.info.skipped] == ["blocks.1"]
+    with pytest.raises(BlockError) as caught:
+        modpass.mod_transform(Decoder(lambda w, h: Pooling(), 2), 0.5, example_inputs=(tokens(2, 11),))
+    assert [s.name for s in caught.value.skipped] == ["blocks.0", "blocks.1"]
+    assert "runs along the sequence" in caught.value.skipped[0].reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "shapes"),
+    [
+        ("VideoMAEModel", {"image_size": 32, "num_frames": 4}, {"pixel_values": [2, 4, 3, 32, 32]}),
+        ("ResNetModel", {"embedding_size": 8, "hidden_sizes": [8, 8, 8, 8]}, {"pixel_values": [2, 3, 224, 224]}),
+        (
+            "WhisperForConditionalGeneration",
+            {"num_mel_bins": 8, "max_source_positions": 20, "vocab_size": 97, "pad_token_id": 1},
+            {"input_features": [2, 8, 40], "decoder_input_ids": [2, 31]},
+        ),
+        ("Wav2Vec2Model", {}, {"input_values": [2, 6400]}),
+    ],
+)
+def test_inputs_of_images_video_and_sound_follow_from_the_configuration(
+    kind: str, fields: dict[str, Any], shapes: dict[str, list[int]]
+) -> None:
+    cls = getattr(transformers, kind)
+    with torch.device("meta"):
+        model = cls(cls.config_class(**fields))
+    found = {n: list(v.shape) for n, v in infer_inputs(model).items() if isinstance(v, Tensor)}
+    assert {n: found.get(n) for n in shapes} == shapes
+
+
+def test_the_encoder_of_an_encoder_decoder_gets_no_decoder_ids() -> None:
+    config = transformers.UMT5Config(vocab_size=97, d_model=48, d_kv=12, d_ff=80, num_layers=2, num_heads=4)
+    assert list(infer_inputs(transformers.UMT5EncoderModel(config))) == ["input_ids", "attention_mask"]
