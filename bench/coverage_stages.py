@@ -22,7 +22,7 @@ from modpass.exporters.shapes import example_tensors
 from modpass.inputs import as_named
 from modpass.reference import Setting, routed_reference
 
-__all__ = ["STAGES", "Refused", "run_stages"]
+__all__ = ["STAGES", "Refused", "failure", "run_stages"]
 
 STAGES = ("make", "run", "trace", "blocks", "unit", "reference", "onnx", "onnxruntime", "tensorrt")
 CAPACITY, CHANGE = 0.25, 1e-3
@@ -61,7 +61,7 @@ def run_stages(family: str, name: str, last: str, report: Report) -> None:
             try:
                 subject = _stage(stage, subject, family, name, report, Path(folder))
             except Exception as e:
-                report("fail", (stage, _outcome(e, stage), _reason(e)))
+                report("fail", failure(e, stage))
                 return
             report("done", (stage, round(time.perf_counter() - started, 2)))
 
@@ -88,6 +88,11 @@ def _stage(stage: str, subject: Any, family: str, name: str, report: Report, fol
     else:
         build_engine(folder / "model.onnx", folder / "model.engine", progress=False)
     return subject
+
+
+def failure(error: Exception, stage: str) -> tuple[str, str, str]:
+    """The stage, the outcome and the reason of a failure, as a report of it."""
+    return stage, _outcome(error, stage), _reason(error)
 
 
 def _outcome(error: Exception, stage: str) -> str:

@@ -17,7 +17,7 @@ from modpass.functional import Gather
 from modpass.mixing import Unknown, is_pointwise, mixing_reason, name_of
 from modpass.symbols import Expr, hint_of, shape_of, value_of
 
-__all__ = ["Analysis", "Refusal", "Sizes", "analyse", "gather_of"]
+__all__ = ["Analysis", "Refusal", "Sizes", "analyse", "gather_of", "is_uniform"]
 
 SEQUENCE = sympy.Symbol("S", positive=True, integer=True)
 _ATTENTION = {"softmax", "_softmax", "_safe_softmax", "scaled_dot_product_attention"}
@@ -169,6 +169,14 @@ def analyse(nodes: list[fx.Node]) -> Analysis:
 def _front(shape: tuple[Expr, ...], sizes: Sizes) -> tuple[int, ...]:
     first = [shape.index(sizes.batch), shape.index(sizes.sequence)]
     return (*first, *(i for i in range(len(shape)) if i not in first))
+
+
+def is_uniform(node: fx.Node) -> bool:
+    """Whether a tensor has one value in every place by the way it is made."""
+    tensors = [a for a in node.all_input_nodes if isinstance(value_of(a), Tensor)]
+    if name_of(node) in _UNIFORM:
+        return not tensors
+    return name_of(node) in _MOVED and bool(tensors) and all(map(is_uniform, tensors))
 
 
 def _needed(tokens: list[fx.Node], sized: set[fx.Node], uniform: set[fx.Node]) -> set[fx.Node]:

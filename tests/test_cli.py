@@ -206,7 +206,7 @@ def test_bench_measures_and_writes_a_report(tmp_path: Path, capsys: Capture) -> 
     options = ["--sequence", 64, "--capacity", 0.25, "--repeats", 2, "--warmup", 0, "--runner", "torch"]
     out, err = run(capsys, "bench", DECODER, *options, "--out", tmp_path / "report")
     assert err == ""
-    assert re.search(r"^ *torch +\d+% +\d\.\d\d×", out, re.M)
+    assert re.search(r"^ *torch +-?\d+% +\d+\.\d+×", out, re.M)
     assert sorted(p.suffix for p in (tmp_path / "report").iterdir()) == [".json", ".md", ".png"]
     case = json.loads((tmp_path / "report" / "tests.bench_decoder-decoder.json").read_text())["case"]
     assert (case["sequence"], case["capacity"], case["every"]) == (64, 0.25, 2)

@@ -17,18 +17,17 @@ Onnx = Annotated[
     typer.Argument(
         metavar="MODEL.onnx",
         exists=True,
-        dir_okay=False,
         show_default=False,
-        help="A file of 'modpass export', or any ONNX file of fixed shapes.",
+        help="A file of 'modpass export', any ONNX file of fixed shapes, or a folder of 'export-decoder'.",
     ),
 ]
 Engine = Annotated[
-    Path,
+    Path | None,
     typer.Argument(
         metavar="OUT.engine",
         dir_okay=False,
         show_default=False,
-        help="The file to write; OUT.engine.json is written beside it.",
+        help="The file to write; OUT.engine.json is written beside it. A folder's engines lie in the folder.",
     ),
 ]
 Flavor = Annotated[
@@ -77,7 +76,7 @@ TimingCache = Annotated[
 
 def command(
     onnx: Onnx,
-    engine: Engine,
+    engine: Engine = None,
     flavor: Flavor = "tensorrt-rtx",
     compute_capability: Capability = "8.9",
     optimization_level: Level = None,
@@ -87,13 +86,28 @@ def command(
     """Build a TensorRT engine. Needs pip install 'modpass[tensorrt-rtx]' or 'modpass[tensorrt]'."""
     from modpass.exporters import build_engine
 
-    manifest = build_engine(
-        onnx, engine, flavor, compute_capability, optimization_level=optimization_level,
-        workspace_bytes=None if workspace is None else workspace * 2**20, timing_cache=timing_cache,
-        progress=sys.stderr.isatty(),
-    )  # fmt: skip
-    console().print(
-        f"wrote {engine} ({mebibytes(manifest.bytes or 0)}, {flavor}, compute capability "
-        f"{compute_capability}) in {manifest.build_seconds:.1f} s",
-        markup=False,
-    )
+    for source, target in _pairs(onnx, engine):
+        manifest = build_engine(
+            source, target, flavor, compute_capability, optimization_level=optimization_level,
+            workspace_bytes=None if workspace is None else workspace * 2**20, timing_cache=timing_cache,
+            progress=sys.stderr.isatty(),
+        )  # fmt: skip
+        console().print(
+            f"wrote {target} ({mebibytes(manifest.bytes or 0)}, {flavor}, compute capability "
+            f"{compute_capability}) in {manifest.build_seconds:.1f} s",
+            markup=False,
+        )
+
+
+def _pairs(onnx: Path, engine: Path | None) -> list[tuple[Path, Path]]:
+    """What is built into what: one file, or both graphs of a decoder's folder."""
+    if onnx.is_dir():
+        if engine is not None:
+            raise typer.BadParameter("the engines of a folder are written into it; leave it out", param_hint="'ENGINE'")
+        found = sorted(onnx.glob("*.onnx"))
+        if not found:
+            raise typer.BadParameter(f"'{onnx}' holds no ONNX file", param_hint="'ONNX'")
+        return [(f, f.with_suffix(".engine")) for f in found]
+    if engine is None:
+        raise typer.BadParameter("name the engine file to write", param_hint="'ENGINE'")
+    return [(onnx, engine)]

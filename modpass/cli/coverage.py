@@ -51,6 +51,9 @@ def command(
     ] = "",
     json: Annotated[Path | None, typer.Option("--json", help="Write the rows here, to compare two runs.")] = None,
     markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the report here.")] = None,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Instead: which causal-lm decode step by step as they do in one forward.")
+    ] = False,
     against: Annotated[Path | None, typer.Option("--compare", help="Rows of an earlier run to compare with.")] = None,
 ) -> None:
     """Show which architectures can be routed and exported."""
@@ -58,6 +61,9 @@ def command(
     from modpass.bench.coverage_stages import STAGES
     from modpass.files import whole_file
 
+    if decode:
+        _decode(only, jobs, timeout, markdown)
+        return
     outcomes = [o.strip() for o in again.split(",") if o.strip()]
     result = run(family, only, jobs=jobs, timeout_s=timeout, last=last or STAGES[-1], record=record, again=outcomes)
     report = render(result)
@@ -68,3 +74,14 @@ def command(
                 temporary.write_text(text)
     if against is not None:
         print(compare(CoverageResult.from_json(against.read_text()), result))
+
+
+def _decode(only: list[str] | None, jobs: int, timeout: float, markdown: Path | None) -> None:
+    from modpass.bench.coverage_decode import decode_rows, render_decode
+    from modpass.files import whole_file
+
+    report = render_decode(decode_rows(only, jobs=jobs, timeout_s=timeout))
+    print(report)
+    if markdown is not None:
+        with whole_file(markdown) as temporary:
+            temporary.write_text(report)

@@ -55,9 +55,11 @@ def command(
     seed: Seed = 0,
     factory: Factory = None,
 ) -> None:
-    """Write MODEL as prefill and decode graphs over caches, for 'modpass generate'.
+    """Write MODEL as graphs that generate text.
 
-    A dense MODEL is routed first with causal selection, unless --dense.
+    The folder holds a prefill and a decode graph over caches that share one file of weights, and the tokenizer
+    where there is one; 'modpass generate' runs it. A dense MODEL is routed first, with causal selection, unless
+    --dense.
     """
     from modpass.exporters.decoder import export_decoder
 

@@ -40,7 +40,10 @@ def command(
     seed: Seed = None,
     chat: Chat = False,
 ) -> None:
-    """Continue PROMPT in ONNX Runtime, and say how fast it went and how often blocks were skipped."""
+    """Continue PROMPT with an exported decoder.
+
+    Text comes as it is made; at the end it says how fast it went and how often routed blocks were skipped.
+    """
     from modpass.exporters.session import DecoderSession
 
     tokenizer = _tokenizer(folder)

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from modpass.analysis import Refusal, gather_of
+from modpass.analysis import Refusal, gather_of, is_uniform
 from modpass.causal import dependent
 from modpass.decode.block import Skipping, StepBlock
 from modpass.decode.caches import cache_name
@@ -143,11 +143,21 @@ class _Step(StepCopy):
     # Nodes
 
     def _side(self, consumer: fx.Node, node: fx.Node) -> Any:
+        if is_uniform(node) and (value := self.full.constant(node)) is not None:
+            return self._uniform(consumer, node, value)
         gather = gather_of(consumer, node, self.sizes)
         if gather is None:
             return self.full(node)
         keyed = consumer in self.attentions.keyed or self.attentions.at(consumer) is not None
         return self._at_position(node, gather, keyed)
+
+    def _uniform(self, consumer: fx.Node, node: fx.Node, value: Tensor) -> fx.Node:
+        """A tensor with one value in every place, at the sizes of a step."""
+        keyed = consumer in self.attentions.keyed or self.attentions.at(consumer) is not None
+        for dim, size in enumerate(self._shape(node, 1)):
+            if not (keyed and dim == value.dim() - 1):
+                value = value.narrow(dim, 0, size)
+        return self.graph.get_attr(self.full.name_table(value))
 
     def _at_position(self, node: fx.Node, gather: Gather, keyed: bool) -> Any:
         dims = tuple(d for d in gather.dims if not (keyed and d == gather.rank - 1))
