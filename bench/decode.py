@@ -85,8 +85,10 @@ def decode_table(result: DecodeResult) -> Table:
     return table
 
 
-def set_share(model: RoutedModel, share: float, ids: Tensor, seed: int = 0) -> None:
+def set_share(model: RoutedModel, share: float, ids: Tensor, seed: int = 0, last: int | None = None) -> None:
     """Set the routers so that this share of the tokens ``ids`` ``[B, S]`` passes, block by block in one forward.
+
+    last: count the share among so many tokens at the end (None: among all).
 
     A router's weight is a random direction, less as much of the stream's mean as brings the wanted share above zero.
 
@@ -100,7 +102,8 @@ def set_share(model: RoutedModel, share: float, ids: Tensor, seed: int = 0) -> N
         mean_D = x_ND.mean(0)
         along_N = x_ND @ mean_D / mean_D.dot(mean_D)
         draw_D = torch.randn(x_ND.shape[1], generator=generator) / x_ND.std(0).clamp(min=1e-6)
-        shift = ((x_ND @ draw_D) / along_N.clamp(min=1e-3)).quantile(1 - share)
+        level_BS = ((x_ND @ draw_D) / along_N.clamp(min=1e-3)).view(given[0].shape[:2])
+        shift = level_BS[:, -(last or level_BS.shape[1]) :].flatten().quantile(1 - share)
         router.weight.copy_(draw_D - shift * mean_D / mean_D.dot(mean_D))
 
     hooks = [b.router.register_forward_pre_hook(settle) for b in model.routed_blocks.values()]
@@ -146,7 +149,7 @@ def run_decode(
     ids = _ids(dense, max_sequence, seed)
     for block in routed.routed_blocks.values():
         block.max_sequence = max_sequence
-    set_share(routed, capacity, torch.tensor([ids]), seed)
+    set_share(routed, capacity, torch.tensor([ids]), seed, last=steps)
     with tempfile.TemporaryDirectory(prefix="modpass-decode-") as folder:
         where = Path(folder)
         prompt = max_sequence - steps
