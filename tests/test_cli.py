@@ -413,7 +413,7 @@ def test_ctrl_c_stops_the_program(tmp_path: Path) -> None:
         assert program.stdout is not None
         assert program.stdout.readline() == "ready\n"
         program.send_signal(signal.SIGINT)
-        _, err = program.communicate(timeout=30)
+        _, err = program.communicate(timeout=120)
     assert (program.returncode, err) == (130, "modpass: interrupted\n")
 
 

@@ -186,7 +186,7 @@ def raises(report: Report) -> None:
 def test_a_process_that_hangs_burns_or_dies_becomes_a_row_and_the_run_goes_on() -> None:
     works = {"hangs": hangs, "burns": burns, "dies": dies, "raises": raises, "fine": fine}
     jobs = [Job(CoverageRow("other", name, "Stand-in"), work) for name, work in works.items()]
-    rows = {row.name: row for row in run_jobs(jobs, 2, 3.0)}
+    rows = {row.name: row for row in run_jobs(jobs, 2, 5.0)}
     assert set(rows) == set(works)
     assert (rows["hangs"].outcome, rows["hangs"].failed) == ("timed out", "trace")
     assert rows["hangs"].reason.startswith("no end within")
