@@ -8,7 +8,7 @@ demo: .venv/ready
 	$(BIN)/python -m modpass.bench.demo $(OUT)
 
 test: .venv/ready
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
 slow: .venv/ready
 	$(BIN)/python -m pytest -m slow

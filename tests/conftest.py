@@ -11,6 +11,8 @@ import torch
 import transformers
 
 transformers.logging.set_verbosity_error()
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # two workers share two cores
 
 
 @pytest.fixture(autouse=True)
