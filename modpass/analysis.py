@@ -396,6 +396,9 @@ def _as_broadcast(node: fx.Node, side: fx.Node, value: Any, sizes: Sizes) -> tup
 
 
 def _broadcast_shape(node: fx.Node, side: fx.Node) -> tuple[Expr, ...] | None:
+    keys = {"scaled_dot_product_attention": node.args[1:3], "matmul": node.args[1:2], "bmm": node.args[1:2]}
+    if side in keys.get(name_of(node), ()) and len(shape_of(value_of(side))) >= 3:
+        return shape_of(value_of(side))  # keys and values made by another layer: those of the chosen tokens
     if name_of(node) == "scaled_dot_product_attention":
         query, key = (shape_of(value_of(a)) for a in node.args[:2] if isinstance(a, fx.Node))
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
