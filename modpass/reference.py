@@ -166,7 +166,8 @@ def _routed(
         note(chosen)
         with hidden_keys(chosen, x_BSD.shape[1]):
             output = dense(*args, **kwargs)
-        y = output[0] if isinstance(output, tuple) else output
+        several = isinstance(output, tuple | list)
+        y = output[0] if several else output
         y_BSD = setting.there(y)
         rows = []
         for b, row in enumerate(x_BSD):
@@ -176,7 +177,7 @@ def _routed(
             ]
             rows.append(torch.stack(tokens))
         routed = setting.back(torch.stack(rows), stream.shape)
-        return (routed, *output[1:]) if isinstance(output, tuple) else routed
+        return type(output)([routed, *output[1:]]) if several else routed
 
     return forward
 

@@ -193,6 +193,26 @@ class Reader(nn.Module):
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
+class Listed(PreNorm):
+    """Returns the stream in a list."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:  # type: ignore[override]
+        return [super().forward(x)]
+
+
+class ReadsLists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(97, 48)
+        self.blocks = nn.ModuleList(Listed(ByProducts(by_einsum), 48) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)[0]
+        return x
+
+
 def ids(B: int, S: int) -> dict[str, Any]:
     return {"ids": tokens(B, S)}
 
@@ -211,6 +231,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], dict[str, A
     "streams in front": (lambda: SideBySide(True), ids),
     "shared keys": (lambda: SharedKeys(False), ids),
     "shared keys, fused": (lambda: SharedKeys(True), ids),
+    "lists": (ReadsLists, ids),
     "loose inputs": (
         lambda: Loose(lambda w, h: ByProducts(by_einsum), 2),
         lambda B, S: {**ids(B, S), "scale": torch.rand(B, S, 1)},
