@@ -193,6 +193,30 @@ class Reader(nn.Module):
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
+class Crossing(nn.Module):
+    """Self attention, then attention to a longer sequence, whose keys all stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.query, self.keys = ByProducts(by_einsum), nn.Linear(48, 48), nn.Linear(48, 48)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        x = x + self.own(x)
+        keys = self.keys(memory)
+        return x + torch.softmax(self.query(x) @ keys.transpose(1, 2), -1) @ keys
+
+
+class Crosses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Crossing() for _ in range(2))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, memory)
+        return x
+
+
 class Listed(PreNorm):
     """Returns the stream in a list."""
 
@@ -232,6 +256,10 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], dict[str, A
     "shared keys": (lambda: SharedKeys(False), ids),
     "shared keys, fused": (lambda: SharedKeys(True), ids),
     "lists": (ReadsLists, ids),
+    "cross attention": (
+        Crosses,
+        lambda B, S: {"x": torch.randn(B, S, 48), "memory": torch.randn(B, S + 9, 48)},
+    ),
     "loose inputs": (
         lambda: Loose(lambda w, h: ByProducts(by_einsum), 2),
         lambda B, S: {**ids(B, S), "scale": torch.rand(B, S, 1)},
