@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 import traceback
@@ -61,7 +62,7 @@ def run_stages(family: str, name: str, last: str, report: Report) -> None:
             try:
                 subject = _stage(stage, subject, family, name, report, Path(folder))
             except Exception as e:
-                report("fail", (stage, _outcome(e, stage), _reason(e)))
+                report("fail", (stage, _outcome(e, stage), _reason(e).replace(f"{folder}{os.sep}", "")))
                 return
             report("done", (stage, round(time.perf_counter() - started, 2)))
 
