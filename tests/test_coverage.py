@@ -107,10 +107,11 @@ def test_a_model_is_the_same_each_time() -> None:
     assert all(torch.equal(one[n], two[n]) for n in one)
 
 
-def test_speech_inputs_are_found_by_trying_layouts() -> None:
-    named = inputs_for(make_model("encoder-decoder", "whisper").model)
+def test_inputs_that_the_configuration_does_not_tell_are_found_by_trying_layouts() -> None:
+    assert inputs_for(make_model("encoder-decoder", "whisper").model) is None
+    named = inputs_for(make_model("image", "siglip2").model)
     assert named is not None
-    assert set(named) == {"input_features", "decoder_input_ids"}
+    assert set(named) == {"pixel_values", "spatial_shapes", "pixel_attention_mask"}
 
 
 # Stages
