@@ -271,7 +271,9 @@ def test_the_report_gives_each_figure_with_and_without_what_has_nothing_to_route
     text = render(RESULT)
     assert "| causal-lm | 3 | 1 of 3 (33.3%) | 1 of 2 (50.0%) | 1 of 1 (100.0%) | 1 | 0 |" in text
     assert "- Left out of (b) in causal-lm: no attention (1): c." in text
-    assert "| causal-lm | 3 of 196 | 1 of 3 (33.3%) |" in render(replace(RESULT, registered={"causal-lm": 196}))
+    some = render(replace(RESULT, registered={"causal-lm": ["a", "b", "c", "d"]}))
+    assert "| causal-lm | 3 of 4 | 1 of 3 (33.3%) |" in some
+    assert "- **Not measured** in causal-lm (1): d." in some
 
 
 @pytest.mark.parametrize(
