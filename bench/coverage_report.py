@@ -57,7 +57,7 @@ def render(result: CoverageResult) -> str:
         _grid(_headings(stages), (_figures(f, rows, stages, result.registered.get(f)) for f, rows in families.items())),
         _READINGS,
         *(_left_out(f, rows) for f, rows in families.items()),
-        *(_missing(f, families.get(f, []), names) for f, names in result.registered.items()),
+        *(_missing(f, families.get(f, []), names, _goal(stages)) for f, names in result.registered.items()),
     ]
     for family, rows in families.items():
         parts += [
@@ -138,9 +138,13 @@ def _left_out(family: str, rows: Sequence[CoverageRow]) -> str:
     return f"- Left out of (b) in {family}: {'; '.join(lines)}." if lines else ""
 
 
-def _missing(family: str, rows: Sequence[CoverageRow], names: Sequence[str]) -> str:
+def _missing(family: str, rows: Sequence[CoverageRow], names: Sequence[str], goal: str) -> str:
     missing = [n for n in names if n not in {r.name for r in rows}]
-    return f"- **Not measured** in {family} ({len(missing)}): {', '.join(missing)}." if missing else ""
+    if not missing:
+        return ""
+    passed, traced = sum(r.reached(goal) for r in rows), sum(r.reached("trace") for r in rows) + len(missing)
+    bound = f"if each of them traced and failed, (a) would be {passed} of {traced} ({passed / traced:.1%})"
+    return f"- **Not measured** in {family} ({len(missing)}): {', '.join(missing)}; {bound}."
 
 
 def _outcomes(rows: Iterable[CoverageRow]) -> list[tuple[str, str]]:

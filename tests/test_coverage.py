@@ -273,7 +273,10 @@ def test_the_report_gives_each_figure_with_and_without_what_has_nothing_to_route
     assert "- Left out of (b) in causal-lm: no attention (1): c." in text
     some = render(replace(RESULT, registered={"causal-lm": ["a", "b", "c", "d"]}))
     assert "| causal-lm | 3 of 4 | 1 of 3 (33.3%) |" in some
-    assert "- **Not measured** in causal-lm (1): d." in some
+    assert (
+        "- **Not measured** in causal-lm (1): d; if each of them traced and failed, (a) would be 1 of 4 (25.0%)."
+        in some
+    )
 
 
 @pytest.mark.parametrize(
