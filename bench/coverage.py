@@ -77,7 +77,7 @@ def run(
         for row in run_jobs(work, jobs, timeout_s, _PRELOAD):
             done.add(row)
             bar.update(task, advance=1, description=row.name)
-    registered = {f: len(model_names(f)) for f in dict.fromkeys(r.family for r in wanted)}
+    registered = {f: list(model_names(f)) for f in dict.fromkeys(r.family for r in wanted)}
     rows = [r for r in done.result.rows if r.key in order]
     return replace(done.result, rows=tuple(sorted(rows, key=lambda r: order[r.key])), registered=registered)
 

@@ -29,6 +29,8 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r".*head_dim|.*head_size|d_kv|d_head|kv_channels|v_head_dim|.*head_dimension", HEAD_DIM),
     (r".*lora_rank|.*_rank", HEAD_DIM),
     (r".*(num|n)_.*layers|n_layers?|num_layers|.*_layers|.*depth|layers", LAYERS),
+    # keys picked by a score of their own: all of them, as scores of zero tie and each runtime breaks ties its own way
+    (r"index\w*_topk", POSITIONS),
     (r".*(experts_per_tok|experts_per_token|top_k|topk|topk_experts|experts_top_k|moe_k)", 2),
     (r"n_group|topk_group|num_expert_group", 1),
     (r".*experts?", 4),

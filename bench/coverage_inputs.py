@@ -97,6 +97,7 @@ def _ids(model: nn.Module) -> Iterator[Tensor]:
     codebooks = getattr(_part(model), "num_codebooks", None)
     if isinstance(codebooks, int):
         yield torch.randint(2, vocabulary, (_ROWS, 37, codebooks))
+        yield torch.randint(2, vocabulary, (_ROWS * codebooks, 37))
 
 
 _MAIN = {

@@ -57,6 +57,7 @@ def render(result: CoverageResult) -> str:
         _grid(_headings(stages), (_figures(f, rows, stages, result.registered.get(f)) for f, rows in families.items())),
         _READINGS,
         *(_left_out(f, rows) for f, rows in families.items()),
+        *(_missing(f, families.get(f, []), names, _goal(stages)) for f, names in result.registered.items()),
     ]
     for family, rows in families.items():
         parts += [
@@ -109,14 +110,14 @@ def _goal(stages: Sequence[str]) -> str:
 
 
 def _figures(
-    family: str, rows: Sequence[CoverageRow], stages: Sequence[str], registered: int | None
+    family: str, rows: Sequence[CoverageRow], stages: Sequence[str], registered: Sequence[str] | None
 ) -> tuple[str, ...]:
     goal, traced = _goal(stages), [r for r in rows if r.reached("trace")]
     exported = [r for r in rows if r.reached("onnx")]
     built = (_share(exported, lambda r: r.reached("tensorrt")),) if "tensorrt" in stages else ()
     return (
         family,
-        f"{len(rows)} of {registered}" if registered else str(len(rows)),
+        f"{len(rows)} of {len(registered)}" if registered else str(len(rows)),
         _share(traced, lambda r: r.reached(goal)),
         _share([r for r in traced if by_construction(r) is None], lambda r: r.reached(goal)),
         *built,
@@ -135,6 +136,15 @@ def _left_out(family: str, rows: Sequence[CoverageRow]) -> str:
     named = [(kind, [n for n, k in kinds.items() if k == kind]) for kind in _CONSTRUCTION]
     lines = [f"{kind} ({len(names)}): {', '.join(names)}" for kind, names in named if names]
     return f"- Left out of (b) in {family}: {'; '.join(lines)}." if lines else ""
+
+
+def _missing(family: str, rows: Sequence[CoverageRow], names: Sequence[str], goal: str) -> str:
+    missing = [n for n in names if n not in {r.name for r in rows}]
+    if not missing:
+        return ""
+    passed, traced = sum(r.reached(goal) for r in rows), sum(r.reached("trace") for r in rows) + len(missing)
+    bound = f"if each of them traced and failed, (a) would be {passed} of {traced} ({passed / traced:.1%})"
+    return f"- **Not measured** in {family} ({len(missing)}): {', '.join(missing)}; {bound}."
 
 
 def _outcomes(rows: Iterable[CoverageRow]) -> list[tuple[str, str]]:

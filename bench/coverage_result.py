@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -69,12 +69,12 @@ class CoverageRow:
 
 @dataclass(frozen=True)
 class CoverageResult:
-    """The rows of a run, how far it went, the versions it ran with, and how many models each family has."""
+    """The rows of a run, how far it went, the versions it ran with, and the names of all models of each family."""
 
     rows: tuple[CoverageRow, ...]
     last: str = STAGES[-1]
     versions: Mapping[str, str] = field(default_factory=dict)
-    registered: Mapping[str, int] = field(default_factory=dict)
+    registered: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Every field as indented JSON.

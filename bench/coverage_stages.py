@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from modpass.reference import Setting, routed_reference
 __all__ = ["STAGES", "Refused", "failure", "run_stages"]
 
 STAGES = ("make", "run", "trace", "blocks", "unit", "reference", "onnx", "onnxruntime", "tensorrt")
-CAPACITY, CHANGE = 0.25, 1e-3
+CAPACITY, CHANGE, SHORT = 0.25, 1e-3, 7
 
 Report = Callable[[str, Any], None]
 
@@ -61,7 +62,8 @@ def run_stages(family: str, name: str, last: str, report: Report) -> None:
             try:
                 subject = _stage(stage, subject, family, name, report, Path(folder))
             except Exception as e:
-                report("fail", failure(e, stage))
+                stage, outcome, reason = failure(e, stage)
+                report("fail", (stage, outcome, reason.replace(f"{folder}{os.sep}", "")))
                 return
             report("done", (stage, round(time.perf_counter() - started, 2)))
 
@@ -125,8 +127,21 @@ def _run(subject: _Subject) -> None:
         raise ValueError("its output is not finite with random weights")
 
 
+def _shorten(subject: _Subject) -> None:
+    """Few tokens for a model without attention: its loops over tokens are unrolled by the trace, step by step."""
+    ids = subject.inputs.get("input_ids")
+    if isinstance(ids, Tensor) and ids.dim() == 2:
+        cut = {
+            n: v[:, :SHORT] if isinstance(v, Tensor) and v.shape == ids.shape else v for n, v in subject.inputs.items()
+        }
+        subject.inputs = cut
+        subject.made = replace(subject.made, example_inputs=cut)
+
+
 def _transform(subject: _Subject) -> None:
     """Trace, find and route every block in one call; a refusal at the blocks is kept for that stage."""
+    if not subject.attends:
+        _shorten(subject)
     try:
         subject.routed = modpass.mod_transform(
             subject.made.model, 1.0, every=1, gate="unit", example_inputs=subject.made.example_inputs

@@ -65,6 +65,8 @@ def export_decoder(
     >>> export_decoder(tiny_decoder(), tempfile.mkdtemp() + "/d", prompt=4, max_sequence=8).max_sequence
     8
     """
+    if dtype not in (None, "float32", "float16", "bfloat16"):
+        raise InputError(f"dtype is {dtype!r}; allowed are 'float32', 'float16' and 'bfloat16'")
     routed = model if isinstance(model, RoutedModel) else trace(model)
     skipping = skipping or ("conditional" if batch == 1 and routed.routed_blocks else "masked")
     first = prefill(routed, batch=batch, sequence=prompt, max_sequence=max_sequence, padding=False)
@@ -72,6 +74,8 @@ def export_decoder(
     if len(step.info.tokens) != 1:
         names = ", ".join(t.name for t in step.info.tokens)
         raise InputError(f"a session feeds one token input; this model takes {names}: trace it without the others")
+    if step.info.tokens[0].dtype.is_floating_point:
+        raise InputError(f"a session feeds token ids; input '{step.info.tokens[0].name}' takes floating-point numbers")
     graphs = {PREFILL: _graph(first, opset, dtype), DECODE: _graph(step, opset, dtype)}
     with whole_directory(directory) as folder:
         _write(graphs, folder)

@@ -16,6 +16,7 @@ from modpass.files import sha256, whole_file
 __all__ = ["FILE", "CacheEntry", "DecoderManifest", "RoutingEntry", "describe"]
 
 FILE, SCHEMA = "decoder.json", 1
+FILES = ("prefill.onnx", "decode.onnx", "weights.bin")
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ class DecoderManifest:
         Raises:
             VerificationError: a file is missing or has changed.
         """
+        missing = [n for n in FILES if n not in self.files]
+        if missing:
+            raise VerificationError(f"'{Path(folder, FILE)}' does not vouch for '{missing[0]}'; export the model again")
         for name, digest in self.files.items():
             path = Path(folder, name)
             if Path(name).name != name or not path.is_file():
@@ -122,7 +126,7 @@ def describe(
         info.max_sequence,
         skipping,
         info.tokens[0].name,
-        info.model_outputs[0],
+        "logits" if "logits" in info.model_outputs else info.model_outputs[0],
         tuple(map(entry, info.dense_caches)),
         tuple(map(routing, info.routing)),
         files,

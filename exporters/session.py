@@ -146,6 +146,8 @@ class DecoderSession:
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
         for row, prompt in enumerate(prompts):
+            if not isinstance(prompt, Sequence) or not all(isinstance(t, int | np.integer) and t >= 0 for t in prompt):
+                raise InputError(f"prompt {row} is {prompt!r}; give a list of token ids, whole numbers of 0 or more")
             if not len(prompt):
                 raise InputError(f"prompt {row} is empty; give at least one token")
             if len(prompt) + max_new_tokens > limit.max_sequence:

@@ -17,7 +17,7 @@ from modpass.functional import Gather
 from modpass.mixing import Unknown, is_pointwise, mixing_reason, name_of
 from modpass.symbols import Expr, hint_of, shape_of, value_of
 
-__all__ = ["Analysis", "Refusal", "Sizes", "analyse", "gather_of", "is_uniform"]
+__all__ = ["Analysis", "Refusal", "Sizes", "analyse", "gather_of", "is_uniform", "merges_rows"]
 
 SEQUENCE = sympy.Symbol("S", positive=True, integer=True)
 _ATTENTION = {"softmax", "_softmax", "_safe_softmax", "scaled_dot_product_attention"}
@@ -154,7 +154,7 @@ def analyse(nodes: list[fx.Node]) -> Analysis:
     region.check_outputs(inner - made, output)
     for node in (n for n in found.tokens if n not in made):
         _check_sizes(node, sizes)
-        reason = mixing_reason(node, sizes.carries, sizes.is_batch) or _merges(node, sizes)
+        reason = mixing_reason(node, sizes.carries, sizes.is_batch) or merges_rows(node, sizes)
         if isinstance(reason, Unknown):
             found.unknown.append(node)
         elif reason:
@@ -336,7 +336,7 @@ def _check_sizes(node: fx.Node, sizes: Sizes) -> None:
                 )
 
 
-def _merges(node: fx.Node, sizes: Sizes) -> str | None:
+def merges_rows(node: fx.Node, sizes: Sizes) -> str | None:
     """Rows of the batch stacked by ``cat`` do not lie where a gather by row looks for them."""
     if name_of(node) not in ("cat", "concat", "stack"):
         return None
@@ -408,6 +408,9 @@ def _as_broadcast(node: fx.Node, side: fx.Node, value: Any, sizes: Sizes) -> tup
 
 
 def _broadcast_shape(node: fx.Node, side: fx.Node) -> tuple[Expr, ...] | None:
+    keys = {"scaled_dot_product_attention": node.args[1:3], "matmul": node.args[1:2], "bmm": node.args[1:2]}
+    if side in keys.get(name_of(node), ()) and len(shape_of(value_of(side))) >= 3:
+        return shape_of(value_of(side))  # keys and values made by another layer: those of the chosen tokens
     if name_of(node) == "scaled_dot_product_attention":
         query, key = (shape_of(value_of(a)) for a in node.args[:2] if isinstance(a, fx.Node))
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")

@@ -126,5 +126,5 @@ def mask_unused(mask: Any, used_Bk: Tensor) -> Tensor:
         added: Tensor = mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
         return added
     eye = torch.eye(used_Bk.shape[1], dtype=torch.bool, device=mask.device)
-    both: Tensor = (mask & used_Bk[:, None, None, :]) | eye
+    both: Tensor = (mask & used_Bk[:, None, None, :]) | (eye & ~used_Bk[:, None, :, None])
     return both

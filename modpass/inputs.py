@@ -15,7 +15,7 @@ from modpass.errors import InputError
 __all__ = ["as_named", "infer_inputs"]
 
 # Odd sizes, so that a traced batch or sequence is never mistaken for a width.
-BATCH, SEQUENCE, TARGET, FRAMES, SAMPLES = 2, 37, 31, 64, 6400
+BATCH, SEQUENCE, TARGET, FRAMES, SAMPLES = 2, 37, 31, 76, 6400
 
 
 def as_named(model: nn.Module, example_inputs: Any) -> dict[str, Any]:

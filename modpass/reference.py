@@ -22,6 +22,9 @@ from torch import Tensor, nn
 __all__ = ["Setting", "causal_choice", "hidden_keys", "reference_choice", "routed_reference"]
 
 
+_SINKS = 2  # keys that are no tokens, appended to those that are
+
+
 class Setting:
     """How one block is routed: its capacity, gate, router weight ``[D]``, where its stream has batch and sequence, and
     its selection.
@@ -166,7 +169,8 @@ def _routed(
         note(chosen)
         with hidden_keys(chosen, x_BSD.shape[1]):
             output = dense(*args, **kwargs)
-        y = output[0] if isinstance(output, tuple) else output
+        several = isinstance(output, tuple | list)
+        y = output[0] if several else output
         y_BSD = setting.there(y)
         rows = []
         for b, row in enumerate(x_BSD):
@@ -176,7 +180,7 @@ def _routed(
             ]
             rows.append(torch.stack(tokens))
         routed = setting.back(torch.stack(rows), stream.shape)
-        return (routed, *output[1:]) if isinstance(output, tuple) else routed
+        return type(output)([routed, *output[1:]]) if several else routed
 
     return forward
 
@@ -225,8 +229,9 @@ def hidden_keys(chosen: list[list[int]], sequence: int) -> Iterator[None]:
         return attention(query, key, value, bias.masked_fill(hidden, -math.inf), dropout_p, **options)
 
     def masked_softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
-        extra = input.shape[-1] - sequence  # keys that are no tokens, appended
-        if input.dim() >= 3 and input.shape[-2] == sequence and extra >= 0 and dim in (-1, input.dim() - 1):
+        extra = input.shape[-1] - sequence
+        own = 0 <= extra <= _SINKS  # more are the tokens of another sequence, all of them seen
+        if input.dim() >= 3 and input.shape[-2] == sequence and own and dim in (-1, input.dim() - 1):
             hidden = F.pad(~visible(torch.Size([*input.shape[:-1], sequence])), (0, extra))
             input = input.masked_fill(hidden, -math.inf)
         kwargs.pop("_stacklevel", None)

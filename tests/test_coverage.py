@@ -107,10 +107,11 @@ def test_a_model_is_the_same_each_time() -> None:
     assert all(torch.equal(one[n], two[n]) for n in one)
 
 
-def test_speech_inputs_are_found_by_trying_layouts() -> None:
-    named = inputs_for(make_model("encoder-decoder", "whisper").model)
+def test_inputs_that_the_configuration_does_not_tell_are_found_by_trying_layouts() -> None:
+    assert inputs_for(make_model("encoder-decoder", "whisper").model) is None
+    named = inputs_for(make_model("image", "siglip2").model)
     assert named is not None
-    assert set(named) == {"input_features", "decoder_input_ids"}
+    assert set(named) == {"pixel_values", "spatial_shapes", "pixel_attention_mask"}
 
 
 # Stages
@@ -270,7 +271,12 @@ def test_the_report_gives_each_figure_with_and_without_what_has_nothing_to_route
     text = render(RESULT)
     assert "| causal-lm | 3 | 1 of 3 (33.3%) | 1 of 2 (50.0%) | 1 of 1 (100.0%) | 1 | 0 |" in text
     assert "- Left out of (b) in causal-lm: no attention (1): c." in text
-    assert "| causal-lm | 3 of 196 | 1 of 3 (33.3%) |" in render(replace(RESULT, registered={"causal-lm": 196}))
+    some = render(replace(RESULT, registered={"causal-lm": ["a", "b", "c", "d"]}))
+    assert "| causal-lm | 3 of 4 | 1 of 3 (33.3%) |" in some
+    assert (
+        "- **Not measured** in causal-lm (1): d; if each of them traced and failed, (a) would be 1 of 4 (25.0%)."
+        in some
+    )
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,80 @@ class Settled(PreNorm):
         return super().forward(x * settings["scale"]) + x
 
 
+class SharedKeys(nn.Module):
+    """Blocks that make queries alone, and attend to keys and values made once for all of them."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.embed, self.keys = nn.Embedding(97, 48), nn.Linear(48, 96)
+        self.blocks = nn.ModuleList(Reader(fused) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.keys(x).chunk(2, -1))
+        for block in self.blocks:
+            x = block(x, k, v)
+        return x
+
+
+class Reader(nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused, self.query, self.out = fused, nn.Linear(48, 48), nn.Linear(48, 48)
+
+    def forward(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = self.query(x).unflatten(-1, (4, -1)).transpose(1, 2)
+        if self.fused:
+            y = nn.functional.scaled_dot_product_attention(q, k, v)
+        else:
+            y = torch.softmax(q @ k.transpose(2, 3), -1) @ v
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Crossing(nn.Module):
+    """Self attention, then attention to a longer sequence, whose keys all stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.query, self.keys = ByProducts(by_einsum), nn.Linear(48, 48), nn.Linear(48, 48)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        x = x + self.own(x)
+        keys = self.keys(memory)
+        return x + torch.softmax(self.query(x) @ keys.transpose(1, 2), -1) @ keys
+
+
+class Crosses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Crossing() for _ in range(2))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, memory)
+        return x
+
+
+class Listed(PreNorm):
+    """Returns the stream in a list."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:  # type: ignore[override]
+        return [super().forward(x)]
+
+
+class ReadsLists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(97, 48)
+        self.blocks = nn.ModuleList(Listed(ByProducts(by_einsum), 48) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)[0]
+        return x
+
+
 def ids(B: int, S: int) -> dict[str, Any]:
     return {"ids": tokens(B, S)}
 
@@ -179,6 +253,13 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], dict[str, A
     "in place": (lambda: Decoder(lambda w, h: ByProducts(in_place), 2), ids),
     "streams inside": (lambda: SideBySide(False), ids),
     "streams in front": (lambda: SideBySide(True), ids),
+    "shared keys": (lambda: SharedKeys(False), ids),
+    "shared keys, fused": (lambda: SharedKeys(True), ids),
+    "lists": (ReadsLists, ids),
+    "cross attention": (
+        Crosses,
+        lambda B, S: {"x": torch.randn(B, S, 48), "memory": torch.randn(B, S + 9, 48)},
+    ),
     "loose inputs": (
         lambda: Loose(lambda w, h: ByProducts(by_einsum), 2),
         lambda B, S: {**ids(B, S), "scale": torch.rand(B, S, 1)},

@@ -83,4 +83,6 @@ def attend(
         low = torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~mask, low) if mask.dtype == torch.bool else scores + mask
     weights = hide_later(scores, slot_B, N).softmax(-1)
+    if mask is not None and mask.dtype == torch.bool:
+        weights = weights.masked_fill(~mask, 0.0)  # a row that sees nothing is zero, as the fused operator has it
     return weigh(weights, values, new_value, slot_B).reshape(B, heads, 1, values.shape[-1])

@@ -191,12 +191,15 @@ class _BodyCopy(StepCopy):
             last = gather.rank - 1
             queries = tuple(d for d in gather.dims if not (keyed and d == last))
             keys = tuple(d for d in gather.dims if keyed and d == last)
+            before = self.split[side]
             self.split[side] = (
                 Gather(gather.rank, gather.batch, gather.batched, queries, gather.repeat) if queries else None,
                 Gather(gather.rank, gather.batch, gather.batched or bool(queries), keys, gather.repeat)
                 if keys
                 else None,
             )
+            if before not in ((None, None), self.split[side]):
+                raise Refusal(f"the side input {side.name} follows keys here and queries there (node {consumer.name})")
         return self.outer[side]
 
     def _made_inside(self, consumer: fx.Node, side: fx.Node) -> Any:

@@ -13,7 +13,7 @@ from modpass.attention import moves
 from modpass.decode.worlds import is_size, size_at
 from modpass.symbols import shape_of, value_of
 
-__all__ = ["Cut", "cache_name", "cut_at", "spreads_heads"]
+__all__ = ["Cut", "cut_at", "named", "spreads_heads"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def cut_at(node: fx.Node, tokens: set[fx.Node], sizes: Sizes, known: dict[Any, i
     for i, candidate in enumerate(way):
         shape = shape_of(value_of(candidate))
         dims = [d for d, size in enumerate(shape) if sizes.carries(size)]
-        if len(dims) == 1 and sizes.canonical(shape[dims[0]]) == SEQUENCE:
+        if len(dims) == 1 and sizes.canonical(shape[dims[0]]) == SEQUENCE and _by_rows(candidate, sizes, known):
             rest = [sizes.canonical(s).subs(known) for d, s in enumerate(shape) if d != dims[0]]
             if all(s.is_Integer for s in rest):
                 number = torch.Size(map(int, rest)).numel()
@@ -47,6 +47,32 @@ def cut_at(node: fx.Node, tokens: set[fx.Node], sizes: Sizes, known: dict[Any, i
     if not fit:
         raise Refusal(f"the keys or values at node {node.name} have no dim of their own that counts tokens")
     return min(fit, key=lambda f: f[:4])[4]
+
+
+def _by_rows(node: fx.Node, sizes: Sizes, known: dict[Any, int]) -> bool:
+    """Whether dim 0 counts rows of the batch, or several entries a row that lie together; tried on numbered rows."""
+    way, trial = [node], {**known, sizes.batch: 2}
+    while moves(way[-1]) and isinstance(way[-1].args[0], fx.Node):
+        way.append(way[-1].args[0])
+    shape = shape_of(value_of(way[-1]))
+    rows = [d for d, size in enumerate(shape) if size == sizes.batch]
+    if len(rows) != 1:
+        return bool(shape_of(value_of(node))[0] == sizes.batch)
+    sample_shape = [int(sizes.canonical(s).subs({SEQUENCE: 3}).subs(trial)) for s in shape]
+    numbers = torch.arange(2.0).view([2 if d == rows[0] else 1 for d in range(len(shape))]).expand(sample_shape)
+    last = _moved(numbers, way, sizes, trial)
+    each = last.shape[0] // 2
+    wanted = torch.arange(2.0).repeat_interleave(each).view(-1, *[1] * (last.dim() - 1))
+    return last.shape[0] == 2 * each and bool((last == wanted).all())
+
+
+def _moved(sample: Tensor, way: list[fx.Node], sizes: Sizes, known: dict[Any, int]) -> Tensor:
+    """``sample`` for the last node of ``way``, moved on to the first."""
+    found: dict[fx.Node, Tensor] = {way[-1]: sample}
+    for node in reversed(way[:-1]):
+        value = lambda a: size_at(a, sizes, 3, known) if is_size(a) else found[a]  # noqa: E731
+        found[node] = node.target(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))  # type: ignore[operator]
+    return found[way[0]]
 
 
 def spreads_heads(cut: Cut, heads: int, sizes: Sizes, known: dict[Any, int]) -> bool:
@@ -64,6 +90,18 @@ def spreads_heads(cut: Cut, heads: int, sizes: Sizes, known: dict[Any, int]) -> 
         found[node] = node.target(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))  # type: ignore[operator]
     last: Tensor = found[cut.path[-1]] if cut.path else sample
     return last.shape == wanted.shape and bool(torch.equal(last, wanted))
+
+
+def named(pairs: list[tuple[fx.Node, str]]) -> list[str]:
+    """A name for each cache, of its node and kind; those of a module that is called again are numbered."""
+    found: list[str] = []
+    for node, kind in pairs:
+        plain = name = cache_name(node, kind)
+        number = 1
+        while name in found:
+            name, number = f"{plain}_{number}", number + 1
+        found.append(name)
+    return found
 
 
 def cache_name(node: fx.Node, kind: str) -> str:

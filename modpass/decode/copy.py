@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from modpass.analysis import SEQUENCE, Refusal, Sizes, canonical_arguments
+from modpass.analysis import SEQUENCE, Refusal, Sizes, canonical_arguments, merges_rows
 from modpass.attention import SOFTMAX, Attention, arguments_of, find_attention
 from modpass.decode.attend import attend, hide_later, join_scores, weigh
 from modpass.decode.caches import Cut, cut_at, spreads_heads
@@ -27,6 +27,7 @@ class CacheSpec:
     def __init__(self, node: fx.Node, kind: str, shape: tuple[int, ...], dim: int, place: fx.Node) -> None:
         self.node, self.kind, self.shape, self.dim, self.place = node, kind, shape, dim, place
         self.dtype: torch.dtype = value_of(node).dtype
+        self.name = ""
 
 
 class StepCopy:
@@ -63,7 +64,7 @@ class StepCopy:
         for node in self.tokens:
             if node.op != "call_function":
                 continue
-            reason = mixing_reason(node, self.sizes.carries, self.sizes.is_batch)
+            reason = mixing_reason(node, self.sizes.carries, self.sizes.is_batch) or merges_rows(node, self.sizes)
             if reason:
                 raise Refusal(f"{reason} (node {node.name})")
             if any(is_size(a) and self.sizes.carries(_expr(a)) for a in node.all_input_nodes) and _as_number(node):
@@ -118,11 +119,19 @@ class StepCopy:
     def _plain(self, node: fx.Node) -> fx.Node:
         """The same operator on one token."""
         keyed = node in self.attentions.keyed
+        self._check_keyed(node)
         args = self._arguments(node, node.args, keyed)
         kwargs = {k: self._arguments(node, v, keyed) for k, v in node.kwargs.items()}
         if name_of(node) in SOFTMAX and node.args[0] in self.attentions.keyed:
             args = (self._call(hide_later, args[0], self.slot, self.slots), *args[1:])
         return self._traced(node, self.graph.call_function(node.target, args, kwargs))  # type: ignore[arg-type]
+
+    def _check_keyed(self, node: fx.Node) -> None:
+        """Refuse what the new token says of every key: the keys in the cache said it of themselves."""
+        for other in node.all_input_nodes if node in self.attentions.keyed else ():
+            shape = shape_of(value_of(other))
+            if other in self.inner and other not in self.attentions.keyed and shape and self.sizes.carries(shape[-1]):
+                raise Refusal(f"{node.target} joins scores with values made from each key's token (node {node.name})")
 
     def _traced(self, node: fx.Node, made: fx.Node) -> fx.Node:
         made.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
@@ -152,6 +161,8 @@ class StepCopy:
 
     def _fused(self, attention: Attention) -> fx.Node:
         given = arguments_of(attention.node)
+        if len(shape_of(value_of(given["query"]))) != 4:
+            raise Refusal(f"the attention at node {attention.node.name} has no dims [B, H, S, D]")
         heads = shape_of(value_of(given["query"]))[1]
         mask = given.get("attn_mask")
         if mask is not None and mask in self.step:
@@ -183,6 +194,8 @@ class StepCopy:
 
     def _weigh(self, attention: Attention) -> fx.Node:
         node = attention.weigh
+        if name_of(node) == "baddbmm":
+            raise Refusal(f"{node.target} adds to the weighed values (node {node.name})")
         weights = self.step[node.args[0]]  # type: ignore[index]
         new, whole = self.step[attention.values], self._whole(attention.values)
         return self._traced(node, self._call(weigh, weights, whole, new, self.slot))
@@ -194,4 +207,6 @@ def _expr(node: fx.Node) -> Any:
 
 def _as_number(node: fx.Node) -> bool:
     """Whether a node takes a size as a number to compute with, not as a shape."""
-    return any(kind == "number" and isinstance(a, fx.Node) and is_size(a) for kind, a in canonical_arguments(node))
+    return any(
+        kind in ("number", "Tensor") and isinstance(a, fx.Node) and is_size(a) for kind, a in canonical_arguments(node)
+    )

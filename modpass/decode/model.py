@@ -196,6 +196,10 @@ class StepModel(_Derived):
         missing = [n for n in self.input_names if n not in given]
         if missing:
             raise InputError(f"input '{missing[0]}' is missing; the step takes: {', '.join(self.input_names)}")
+        if not bool(((position >= 0) & (position < self.info.max_sequence)).all()):
+            raise InputError(
+                f"position is {position.tolist()}; the caches hold positions 0 to {self.info.max_sequence - 1}"
+            )
         found = dict(zip(self.output_names, self(*(given[n] for n in self.input_names)), strict=True))
         for cache in self.info.dense_caches:
             _write(state[cache.name], found[f"{cache.name}.new"], cache.dim, position)

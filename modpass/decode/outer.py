@@ -66,6 +66,13 @@ def open_model(model: nn.Module | ExportedProgram, batch: int, dims: Mapping[str
     counted = [placeholders[n] for n, found in named.items() if "sequence" in found]
     whole = [n for n in counted if _is_whole(graph, n, sizes)]
     tokens = [n for n in counted if n not in whole]
+    for name in ("position", "length"):
+        if name in named:
+            raise InputError(
+                f"the model has an input called '{name}', a name that decode needs; trace it under another"
+            )
+    if any(spec.dims.index("sequence") != 1 for spec in routed.inputs if placeholders[spec.name] in tokens):
+        raise BlockError("its tokens come as [sequence, batch]; decode needs [batch, sequence]: wrap the model")
     if not tokens:
         raise BlockError("no input carries one entry a token: each of them decides which tokens attention sees")
     return Outer(routed, graph, sizes, tokens, whole, known, batch)

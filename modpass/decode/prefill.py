@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from modpass.analysis import Refusal
 from modpass.attention import find_attention
 from modpass.causal import dependent
-from modpass.decode.caches import Cut, cache_name, cut_at
-from modpass.decode.causality import check_causal
+from modpass.decode.caches import Cut, cut_at, named
+from modpass.decode.causality import check_causal, check_length
 from modpass.decode.model import Cache, PrefillModel, StepInfo, TensorInput
 from modpass.decode.outer import Outer, open_model
 from modpass.decode.prefill_block import PrefillBlock
@@ -73,6 +73,7 @@ def prefill(
     if sequence > max_sequence:
         raise InputError(f"sequence is {sequence}, more than the {max_sequence} tokens that the caches hold")
     outer = open_model(model, batch, dims)
+    check_length(outer, max_sequence)
     check_causal(outer)
     try:
         return _Prefill(outer, sequence, max_sequence, logits == "last", padding).model()
@@ -142,7 +143,7 @@ class _Prefill:
         for leaf in pytree.tree_leaves(output.args):
             if not isinstance(leaf, fx.Node) or leaf not in self.inner:
                 continue
-            if not self._tokenwise(leaf):
+            if not self._tokenwise(leaf) or len(leaf.users) > 1:
                 continue
             node: Any = leaf
             while self._tokenwise(node.args[0]) and len(node.args[0].users) == 1:
@@ -158,6 +159,7 @@ class _Prefill:
         return (
             isinstance(source, fx.Node)
             and source in self.inner
+            and node.args.count(source) == 1
             and len(shape_of(value_of(source))) == 3
             and shape_of(value_of(source))[:2] == shape_of(value_of(node))[:2]
             and (name_of(node) in _TOKENWISE or is_pointwise(node))
@@ -187,10 +189,11 @@ class _Prefill:
         leaves = [n for n in pytree.tree_leaves(output.args) if isinstance(n, fx.Node)]
         results: list[Any] = [self._result(n) for n in leaves]
         caches = []
-        for cut, kind in self._cuts():
+        cuts = self._cuts()
+        for (cut, _), name in zip(cuts, named([(c.node, k) for c, k in cuts]), strict=True):
             shape = [self._size(s) for s in shape_of(value_of(cut.node))]
             shape[cut.dim] = self.max_sequence
-            caches.append(Cache(cache_name(cut.node, kind), tuple(shape), value_of(cut.node).dtype, cut.dim))
+            caches.append(Cache(name, tuple(shape), value_of(cut.node).dtype, cut.dim))
             results.append(self.graph.call_function(pad_to, (self.env[cut.node], cut.dim, self.max_sequence)))
         routing = []
         for block, call in self.blocks:
@@ -204,6 +207,9 @@ class _Prefill:
 
     def _result(self, node: fx.Node) -> Any:
         value = self.env[node]
+        sizes = self.outer.sizes
+        if self.last and node in self.inner and shape_of(value_of(node))[:2] != (sizes.batch, sizes.sequence):
+            raise Refusal(f"the output at node {node.name} does not begin with batch and sequence; take logits='all'")
         narrow = self.last and node in self.inner and node not in self.narrowed and not self._narrows(node)
         return self.graph.call_function(last_token, (value, self.length)) if narrow else value
 

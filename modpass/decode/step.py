@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from modpass.analysis import Refusal, gather_of, is_uniform
 from modpass.causal import dependent
 from modpass.decode.block import Skipping, StepBlock
-from modpass.decode.caches import cache_name
-from modpass.decode.causality import check_causal
+from modpass.decode.caches import named
+from modpass.decode.causality import check_causal, check_length
 from modpass.decode.copy import StepCopy
 from modpass.decode.model import Cache, Routing, StepInfo, StepModel, TensorInput
 from modpass.decode.outer import Outer, open_model
@@ -68,6 +68,7 @@ def decode_step(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name} is {value!r}; it must be a whole number of 1 or more")
     outer = open_model(model, batch, dims)
+    check_length(outer, max_sequence)
     check_causal(outer)
     try:
         return _Step(outer, max_sequence, skipping, padding).model()
@@ -94,7 +95,9 @@ class _Step(StepCopy):
             if node.op == "placeholder" and node not in outer.tokens:
                 self._whole_input(node, padding)
         self.declare()
-        self.inputs += [(cache_name(c.node, c.kind), c.place) for c in self.caches]
+        for cache, name in zip(self.caches, named([(c.node, c.kind) for c in self.caches]), strict=True):
+            cache.name = name
+            self.inputs.append((name, cache.place))
         self.blocks = {n: self._block(n) for n in tokens if n.op == "call_module"}
         self.results: dict[fx.Node, fx.Node] = {}
         index = graph.call_function(torch.unsqueeze, (self.position, 1))
@@ -192,7 +195,7 @@ class _Step(StepCopy):
         output = next(n for n in self.outer.graph.nodes if n.op == "output")
         leaves = [n for n in pytree.tree_leaves(output.args) if isinstance(n, fx.Node)]
         results: list[Any] = [self.step[n] if n in self.step else self.full(n) for n in leaves]
-        caches = [Cache(cache_name(c.node, c.kind), c.shape, c.dtype, c.dim) for c in self.caches]
+        caches = [Cache(c.name, c.shape, c.dtype, c.dim) for c in self.caches]
         results += self.new_rows()
         routing = []
         for node, (step, _) in self.blocks.items():

@@ -119,4 +119,7 @@ class FullLength:
         if node.op != "call_function" or any(self.constant(a) is None for a in node.all_input_nodes):
             return None
         args, kwargs = self.arguments(node, self.constant)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        try:
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        except (IndexError, RuntimeError) as e:
+            raise Refusal(f"{node.target} does not work for {self.sequence} tokens (node {node.name}): {e}") from e
