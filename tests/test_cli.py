@@ -409,7 +409,10 @@ def test_an_interrupt_is_one_line_and_code_130(capsys: Capture) -> None:
 
 def test_ctrl_c_stops_the_program(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "modpass", "inspect", "tests.test_cli:sleepy"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+    listens = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  # test runners may ignore it
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listens
+    ) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == "ready\n"
         program.send_signal(signal.SIGINT)

@@ -347,10 +347,6 @@ WRONG: dict[str, tuple[Change, str]] = {
         _set("examples", "input_ids", "dtype", to="nn"),
         "example of input 'input_ids' is",
     ),
-    "example of no input": (
-        _set("examples", "words", to={"constant": 1}),
-        r"not fit LlamaForCausalLM: .*words",
-    ),
     "no examples": (_set("examples", to=None), "does not say what the model takes .*; give example_inputs="),
 }
 

@@ -482,6 +482,7 @@ def test_messages_of_an_earlier_build_do_not_leak_into_the_next(
 def test_ctrl_c_cancels_a_real_build_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "mlp.onnx", MLP)
     make, once, answers = trt_progress._monitor, threading.Lock(), []
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # test runners may ignore it
 
     def interrupting(module: Any, bar: Any, cancelled: threading.Event) -> Any:
         monitor = make(module, bar, cancelled)
@@ -498,8 +499,11 @@ def test_ctrl_c_cancels_a_real_build_and_leaves_no_file(tmp_path: Path, monkeypa
         return monitor
 
     monkeypatch.setattr(trt_progress, "_monitor", interrupting)
-    with pytest.raises(KeyboardInterrupt):
-        build_engine(path, tmp_path / "mlp.engine", progress=False)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build_engine(path, tmp_path / "mlp.engine", progress=False)
+    finally:
+        signal.signal(signal.SIGINT, ignored)
     assert False in answers
     assert any("cancel" in m.lower() for _, m in trt_api.load("tensorrt-rtx").log.messages)
     assert [p.name for p in tmp_path.iterdir()] == ["mlp.onnx"]
