@@ -31,9 +31,10 @@ def causal_slots(passes_BS: Tensor, k: int) -> Tensor:
     """
     B, S = passes_BS.shape
     order_BS = passes_BS.to(torch.int64).cumsum(1) - 1
-    slot_BS = torch.where(passes_BS & (order_BS < k), order_BS, k)
+    slot_BS = torch.where(passes_BS & (order_BS < k), order_BS, S)
     place_BS = torch.arange(S, device=passes_BS.device).unsqueeze(0).expand(B, S)
-    free = torch.full((B, k + 1), S, dtype=torch.int64, device=passes_BS.device)
+    # As long as what is scattered, which TensorRT asks for; the last place takes what finds no slot.
+    free = torch.full((B, S + 1), S, dtype=torch.int64, device=passes_BS.device)
     return free.scatter(1, slot_BS, place_BS)[:, :k]
 
 

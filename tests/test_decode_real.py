@@ -95,11 +95,10 @@ def test_a_killed_export_leaves_the_older_folder_working(tmp_path: Path) -> None
     target = tmp_path / "d"
     export_decoder(tiny_decoder(), target, prompt=4, max_sequence=8)
     before = DecoderSession(target).generate([[1]], 3).tokens
-    process = subprocess.Popen([sys.executable, "-c", _EXPORT, str(target)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "written\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with subprocess.Popen([sys.executable, "-c", _EXPORT, str(target)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "written\n"
+        process.send_signal(signal.SIGKILL)
     assert DecoderSession(target).generate([[1]], 3).tokens == before
     assert [n for n in os.listdir(tmp_path) if not n.startswith(".")] == ["d"]
 
@@ -116,11 +115,10 @@ while True: session.generate([[1]], 7)
 def test_a_killed_generation_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
     target = tmp_path / "d"
     export_decoder(tiny_decoder(), target, prompt=4, max_sequence=8)
-    process = subprocess.Popen([sys.executable, "-c", _GENERATE, str(target)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.2)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with subprocess.Popen([sys.executable, "-c", _GENERATE, str(target)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.2)
+        process.send_signal(signal.SIGKILL)
     DecoderSession(target).manifest.check(target)
     assert len(DecoderSession(target).generate([[1]], 3).tokens[0]) == 3
