@@ -14,6 +14,7 @@ from modpass.bench.coverage_pool import Job, run_jobs
 from modpass.bench.coverage_result import CoverageRow, code_digest
 from modpass.bench.coverage_stages import failure
 from modpass.decode import decode_step
+from modpass.inputs import as_named
 from modpass.transform import trace
 
 __all__ = ["DECODE_STAGES", "decode_rows", "render_decode", "run_decode_stages"]
@@ -55,7 +56,7 @@ def run_decode_stages(name: str, report: Report) -> None:
 def _run(name: str, made: Any) -> Any:
     made = with_inputs(made)
     with torch.no_grad():
-        made.model(**made.example_inputs) if isinstance(made.example_inputs, dict) else None
+        made.model(**as_named(made.model, made.example_inputs))
     return made
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor, fx
 
 from modpass.bench.decode_peers import ConcatenatedCache, hugging_face
 from modpass.bench.sources import Source
@@ -21,7 +21,9 @@ from modpass.errors import InputError
 from modpass.exporters.backend import OnnxRuntimeBackend
 from modpass.exporters.decoder import export_decoder
 from modpass.exporters.session import DecoderSession, Statistics
+from modpass.mixing import name_of
 from modpass.model import RoutedModel
+from modpass.symbols import value_of
 from modpass.transform import mod_transform, trace
 
 __all__ = ["DecodeResult", "decode_table", "run_decode", "set_share"]
@@ -139,10 +141,10 @@ def run_decode(
     """
     say = tell or (lambda what, done, expected: None)
     threads = threads or torch.get_num_threads()
-    dense = source.model if isinstance(source.model, RoutedModel) else trace(source.model, source.example_inputs)
     if isinstance(source.model, RoutedModel):
         raise InputError("decode is measured from the dense model; give the model itself")
-    say("routing", 0, 0)
+    say("tracing", 0, 0)
+    dense = trace(source.model, source.example_inputs)
     routed = mod_transform(
         source.model, capacity, every=every, gate="unit", selection="causal", example_inputs=source.example_inputs
     )
@@ -160,7 +162,7 @@ def run_decode(
         calls: dict[str, Callable[[], Any]] = {n: w.run for n, w in ways.items()}
         joined = ConcatenatedCache(where / "dense", where / "concatenated", threads)
         calls["concatenated"] = lambda: [joined.step(t, max_sequence - 1) for t in ids[prompt:]]
-        if (steps_of := _hugging_face(source.model, ids[:prompt])) is not None:
+        if (steps_of := hugging_face(source.model, ids[:prompt])) is not None:
             calls["hugging-face"] = lambda: steps_of(ids[prompt:])
         timings = interleave(calls, warmup, rounds, progress=lambda d, n: say("measuring", d, n))
     share = ways["routed"].statistics.skipped_share
@@ -171,16 +173,12 @@ def run_decode(
     )  # fmt: skip
 
 
-def _hugging_face(model: Any, prompt: list[int]) -> Callable[[list[int]], None] | None:
-    return hugging_face(model, prompt) if isinstance(model, nn.Module) else None
-
-
 def _ids(model: RoutedModel, count: int, seed: int) -> list[int]:
     example = model.inputs[0].example
     if example is None or example.is_floating_point():
         raise InputError(f"decode is measured on token ids; the first input is '{model.inputs[0].name}'")
-    embedding = max((m.shape[0] for n, m in model.named_parameters() if "embed" in n or "wte" in n), default=0)
-    high = max(embedding, int(example.max()) + 1)
+    tables: list[Any] = [n.args[0] for n in _lookups(model) if n.args[1].target == model.inputs[0].name]  # type: ignore[union-attr]
+    high = max([value_of(t).shape[0] for t in tables], default=int(example.max()) + 1)
     draws = torch.Generator().manual_seed(seed)
     found: list[int] = torch.randint(2, high, (count,), generator=draws).tolist()
     return found
@@ -190,15 +188,12 @@ class _Way:
     """One of our sessions, which decodes the same tokens again from the same state."""
 
     def __init__(self, folder: Path, ids: list[int], prompt: int, threads: int) -> None:
-        self.session, self.tokens, self.prompt = (
-            DecoderSession(folder, OnnxRuntimeBackend(threads)),
-            ids[prompt:],
-            prompt,
-        )
+        self.session = DecoderSession(folder, OnnxRuntimeBackend(threads))
+        self.tokens, self.prompt = ids[prompt:], prompt
         self.session.backend.prefill(np.array([ids[:prompt]]), np.array([prompt]))
         for block in self.session.manifest.routing:  # room for every token that passes
             count = self.session.backend.arrays[block.count]
-            count[:] = np.minimum(count, block.slots - len(self.tokens))
+            count[:] = np.clip(count, 0, max(0, block.slots - len(self.tokens)))
         self.counts = {b.count: self.session.backend.arrays[b.count].copy() for b in self.session.manifest.routing}
         self.statistics = Statistics()
 
@@ -226,10 +221,14 @@ def _bytes(routed: RoutedModel, ways: dict[str, _Way], skipped: float) -> tuple[
     return float(dense), outside + (1 - skipped) * (within + own)
 
 
+def _lookups(model: RoutedModel) -> list[fx.Node]:
+    return [n for n in model.graph.nodes if n.op == "call_function" and name_of(n) == "embedding"]
+
+
 def _unread(model: RoutedModel) -> int:
     """An embedding of which a step reads one row; one that is the head as well is read whole."""
     used = {str(n.target): n for n in model.graph.nodes if n.op == "get_attr"}
-    looked = [n for n in model.graph.nodes if n.op == "call_function" and "embedding" in str(n.target)]
+    looked = _lookups(model)
     total = 0
     for node in looked:
         table: Any = node.args[0]

@@ -105,6 +105,8 @@ _TYPES = {
 
 
 def _zeros(value: Any) -> np.ndarray:
+    if value.type not in _TYPES:
+        raise ExportError(f"'{value.name}' is {value.type}, which numpy does not have; export in float32 or float16")
     return np.zeros(value.shape, _TYPES[value.type])
 
 

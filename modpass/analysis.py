@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from modpass.functional import Gather
-from modpass.mixing import Unknown, is_pointwise, mixing_reason, name_of
+from modpass.mixing import LAYOUT, Unknown, is_pointwise, mixing_reason, name_of
 from modpass.symbols import Expr, hint_of, shape_of, value_of
 
 __all__ = ["Analysis", "Refusal", "Sizes", "analyse", "gather_of", "is_uniform", "merges_rows"]
@@ -40,21 +40,7 @@ RESIDUAL = {
 
 
 _UNIFORM = {"full", "zeros", "ones", "empty"}
-_MOVED = {
-    "slice",
-    "view",
-    "reshape",
-    "expand",
-    "unsqueeze",
-    "squeeze",
-    "clone",
-    "contiguous",
-    "to",
-    "_to_copy",
-    "transpose",
-    "permute",
-    "alias",
-}
+_MOVED = LAYOUT | {"to", "_to_copy"}
 
 
 class Refusal(Exception):

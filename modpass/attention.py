@@ -13,38 +13,14 @@ from torch import fx
 
 from modpass.analysis import Refusal
 from modpass.dropout import AttentionDropout
-from modpass.mixing import name_of
+from modpass.mixing import LAYOUT, name_of
 from modpass.symbols import Expr, shape_of, value_of
 
-__all__ = ["SOFTMAX", "Attention", "Attentions", "arguments_of", "find_attention", "is_fused", "moves"]
+__all__ = ["PRODUCTS", "Attention", "Attentions", "arguments_of", "find_attention", "is_fused", "moves"]
 
 Carries = Callable[[Expr], bool]
 
-_PRODUCTS = {"matmul", "bmm", "baddbmm"}
-SOFTMAX = {"softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "logsumexp"}
-# What moves keys and values about without computing: a cache may be cut before these.
-_MOVES = {
-    "reshape",
-    "view",
-    "_unsafe_view",
-    "transpose",
-    "permute",
-    "unsqueeze",
-    "squeeze",
-    "expand",
-    "clone",
-    "contiguous",
-    "alias",
-    "detach",
-    "repeat_interleave",
-    "repeat",
-    "slice",
-    "flatten",
-    "unflatten",
-    "movedim",
-    "mT",
-    "t",
-}
+PRODUCTS = {"matmul", "bmm", "baddbmm"}  # those that pair two sets of tokens
 
 
 @dataclass(frozen=True)
@@ -127,7 +103,7 @@ def find_attention(nodes: Collection[fx.Node], carries: Carries) -> Attentions:
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    if node.op != "call_function" or name_of(node) not in _PRODUCTS:
+    if node.op != "call_function" or name_of(node) not in PRODUCTS:
         return None, None
     first: Any = node.args[1:3] if name_of(node) == "baddbmm" else node.args[:2]
     return first[0], first[1]
@@ -158,4 +134,4 @@ def _has_both(node: fx.Node, carries: Carries) -> bool:
 
 def moves(node: fx.Node) -> bool:
     """Whether a node only moves the numbers of its one tensor about."""
-    return node.op == "call_function" and name_of(node) in _MOVES
+    return node.op == "call_function" and name_of(node) in LAYOUT

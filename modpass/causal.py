@@ -13,16 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from modpass.analysis import Refusal, Sizes
-from modpass.attention import SOFTMAX, Attentions, arguments_of, find_attention
-from modpass.mixing import name_of
-from modpass.rewrite import copy_graph
+from modpass.attention import Attentions, arguments_of, find_attention
+from modpass.dropout import copy_graph
+from modpass.mixing import SOFTMAX, name_of
 from modpass.symbols import expr_of, value_of
 
 __all__ = ["causal_body", "causal_slots", "hide_unused", "mask_unused"]
 
 
 def causal_slots(passes_BS: Tensor, k: int) -> Tensor:
-    """The positions ``[B, k]`` of the first k tokens that pass, in order; a slot that stays free holds S.
+    """The positions ``[B, k]`` (int64) of the first k tokens that pass ``[B, S]``, in order; a free slot holds S.
+
+    A token that finds every slot taken passes the block by, as does one that is not chosen (paper section 3.5
+    decides causally; the fixed slots are ours).
 
     >>> causal_slots(torch.tensor([[False, True, False, True, True]]), 2).tolist()
     [[1, 3]]

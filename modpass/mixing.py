@@ -18,65 +18,24 @@ from torch import Tensor, fx
 from modpass.symbols import Expr, shape_of, value_of
 from modpass.tiling import tiles_apart
 
-__all__ = ["Unknown", "is_pointwise", "mixing_reason", "name_of"]
+__all__ = ["LAYOUT", "SOFTMAX", "Unknown", "is_pointwise", "mixing_reason", "name_of"]
 
 Reason = str | None
 Carries = Callable[[Expr], bool]
 
-_MOVES = {
-    "view",
-    "reshape",
-    "_unsafe_view",
-    "transpose",
-    "permute",
-    "unsqueeze",
-    "squeeze",
-    "expand",
-    "clone",
-    "contiguous",
-    "to",
-    "_to_copy",
-    "type_as",
-    "detach",
-    "alias",
-    "t",
-    "numpy_T",
-    "mT",
-    "movedim",
-    "moveaxis",
-    "swapaxes",
-    "swapdims",
-    "flatten",
-    "unflatten",
-    "lift_fresh_copy",
-    "dropout",
-    "native_dropout",
-    "view_as",
-    "reshape_as",
-    "expand_as",
-    "float",
-    "half",
-    "repeat",
-    "repeat_interleave",
-    "view_as_complex",
-    "view_as_real",
-    "cat",
-    "stack",
-    "concat",
-    "concatenate",
-    "split",
-    "split_with_sizes",
-    "chunk",
-    "unbind",
-    "getitem",
-    "identity",
-    "broadcast_to",
+# What moves the numbers of its one tensor about, and computes nothing.
+LAYOUT = {
+    "view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "clone",
+    "contiguous", "detach", "alias", "t", "mT", "movedim", "flatten", "unflatten", "repeat", "repeat_interleave",
     "slice",
-    "narrow",
-    "pad",
-    "constant_pad_nd",
-    "meshgrid",
-}
+}  # fmt: skip
+_MOVES = LAYOUT | {
+    "to", "_to_copy", "type_as", "numpy_T", "moveaxis", "swapaxes", "swapdims", "lift_fresh_copy", "dropout",
+    "native_dropout", "view_as", "reshape_as", "expand_as", "float", "half", "view_as_complex", "view_as_real",
+    "cat", "stack", "concat", "concatenate", "split", "split_with_sizes", "chunk", "unbind", "getitem", "identity",
+    "broadcast_to", "narrow", "pad", "constant_pad_nd", "meshgrid",
+}  # fmt: skip
+SOFTMAX = {"softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "logsumexp"}
 _CUTS = {"slice", "narrow", "split", "split_with_sizes", "unbind", "chunk"}
 _REDUCES = {
     "mean",

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from modpass.analysis import Analysis, Refusal, analyse
 from modpass.errors import TraceError
 from modpass.mixing import name_of
-from modpass.rewrite import normalise
+from modpass.normalise import normalise
 from modpass.runs import Runs
 from modpass.tracing import Traced, export_program
 

@@ -1,8 +1,7 @@
-"""The only file that edits graphs: normalise after tracing, splice reopened blocks, outline a block's body."""
+"""Edit a normalised graph: splice reopened blocks, outline a block's body, put a call in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from modpass.analysis import SEQUENCE, Analysis, canonical_arguments
-from modpass.complex import without_complex
-from modpass.dropout import AttentionDropout
 from modpass.functional import Gather
 from modpass.mixing import name_of
-from modpass.prefix import without_prefix_cuts
+from modpass.normalise import drop_dead
 from modpass.symbols import emit, expr_of, value_of
 
 if TYPE_CHECKING:
@@ -24,10 +21,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Body",
     "Side",
-    "copy_graph",
     "drop_inputs",
     "flat_stream",
-    "normalise",
     "outline",
     "regroup",
     "replace_call",
@@ -35,148 +30,15 @@ __all__ = [
     "side_by_side",
     "splice",
     "summands",
-    "switch_dropout",
-    "undo_dropout",
 ]
 
 aten = torch.ops.aten
-_CHECKS = {
-    "_assert_tensor_metadata",
-    "_assert_scalar",
-    "sym_constrain_range",
-    "sym_constrain_range_for_size",
-    "_assert_async",
-}
-_LIKE = {
-    "zeros_like": 0,
-    "ones_like": 1,
-    "full_like": None,
-    "new_zeros": 0,
-    "new_ones": 1,
-    "new_full": None,
-    "empty_like": 0,
-    "new_empty": 0,
-}
-
-
-# Normalise
-
-
-def normalise(graph: fx.Graph) -> None:
-    """Drop the trace's own checks and strides, and say sizes by the inputs' sizes instead of by inner values."""
-    for node in reversed(graph.nodes):
-        if node.op == "call_function" and name_of(node) in _CHECKS:
-            graph.erase_node(node)
-        elif node.target in (aten.view.default, aten._unsafe_view.default):
-            # Whether a view is enough depends on strides, which depend on the attention kernel of the moment.
-            node.target = aten.reshape.default
-    without_complex(graph)
-    without_prefix_cuts(graph)
-    known = _known_sizes(graph)
-    for node in list(graph.nodes):
-        if node.op == "call_function" and name_of(node) in _LIKE:
-            _make_full(graph, node, known)
-    for node in list(graph.nodes):
-        if node.op == "call_function" and name_of(node) == "sym_size" and node.all_input_nodes[0].op != "placeholder":
-            _replace_size(graph, node, known)
-    _fold_inverse(graph)
-    _drop_dead(graph)
-
-
-def _fold_inverse(graph: fx.Graph) -> None:
-    """The inverse error function, which no exporter knows, of a constant: a quantile that a model works out."""
-    module: Any = graph.owning_module
-    for node in [n for n in graph.nodes if name_of(n) in ("erfinv", "special_erfinv")]:
-        constant = _constant(module, node)
-        if constant is not None:
-            name = f"_{node.name}_constant"
-            module.register_buffer(name, constant, persistent=False)
-            with graph.inserting_before(node):
-                folded = graph.get_attr(name)
-            folded.meta = dict(node.meta)
-            node.replace_all_uses_with(folded)
-
-
-def _constant(module: Any, node: fx.Node) -> Any:
-    """The value of a node that depends on constants alone, else None."""
-    if node.op == "get_attr":
-        value = _get(module, node.target)
-        return value if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else None
-    if node.op != "call_function" or not node.all_input_nodes:
-        return None
-    values = {a: _constant(module, a) for a in node.all_input_nodes}
-    if any(v is None for v in values.values()):
-        return None
-    target: Any = node.target
-    return target(*fx.map_arg(node.args, values.get), **fx.map_arg(node.kwargs, values.get))
-
-
-def _known_sizes(graph: fx.Graph) -> dict[sympy.Expr, fx.Node]:
-    """A node for each symbol that is the size of an input."""
-    known: dict[sympy.Expr, fx.Node] = {}
-    inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    last = inputs[-1] if inputs else None
-    for node in inputs:
-        value = value_of(node)
-        for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
-            expr = expr_of(size)
-            if expr.is_Symbol and expr not in known:
-                assert last is not None
-                with graph.inserting_after(last):
-                    last = known[expr] = graph.call_function(aten.sym_size.int, (node, dim))
-                known[expr].meta["val"] = size
-    return known
-
-
-def _make_full(graph: fx.Graph, node: fx.Node, known: dict[sympy.Expr, fx.Node]) -> None:
-    """``ones_like(x)`` takes only x's shape: as ``full(shape)`` it depends on no token."""
-    value, constant = value_of(node), _LIKE[name_of(node)]
-    fill = node.args[-1] if constant is None else constant
-    if not all(expr_of(s).free_symbols <= known.keys() for s in value.shape):
-        return
-    with graph.inserting_before(node):
-        sizes = [_size(graph, s, known) for s in value.shape]
-        full = graph.call_function(aten.full.default, (sizes, fill), {"dtype": value.dtype, "device": value.device})
-    full.meta = dict(node.meta)
-    node.replace_all_uses_with(full)
-    graph.erase_node(node)
-
-
-def _size(graph: fx.Graph, size: Any, known: dict[sympy.Expr, fx.Node]) -> fx.Node | int:
-    found = emit(graph, expr_of(size), known)
-    if isinstance(found, fx.Node):
-        found.meta.setdefault("val", size)
-    return found
-
-
-def _replace_size(graph: fx.Graph, node: fx.Node, known: dict[sympy.Expr, fx.Node]) -> None:
-    if not expr_of(value_of(node)).free_symbols <= known.keys():
-        return
-    with graph.inserting_before(node):
-        size = _size(graph, value_of(node), known)
-    if isinstance(size, fx.Node):
-        node.replace_all_uses_with(size)
-    else:
-        _inline(node, size)
-    graph.erase_node(node)
-
-
-def _inline(node: fx.Node, constant: int) -> None:
-    for user in list(node.users):
-        user.args = fx.map_arg(user.args, lambda n: constant if n is node else n)
-        user.kwargs = fx.map_arg(user.kwargs, lambda n: constant if n is node else n)
 
 
 def drop_inputs(graph: fx.Graph, names: set[str]) -> None:
     """Drop the placeholders of constants: the trace has worked their values into the graph."""
     for node in list(graph.nodes):
         if node.op == "placeholder" and str(node.target) in names and not node.users:
-            graph.erase_node(node)
-
-
-def _drop_dead(graph: fx.Graph) -> None:
-    for node in reversed(graph.nodes):
-        if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
 
 
@@ -201,7 +63,7 @@ def splice(
                 env[node] = graph.node_copy(node, lambda n: env[n])
                 env[node].meta = {**node.meta, "nn_module_stack": old.meta.get("nn_module_stack")}
     old.replace_all_uses_with(env[reopened.output])
-    _drop_dead(graph)
+    drop_dead(graph)
     return env
 
 
@@ -286,7 +148,7 @@ class _Outliner:
             self._copy(node)
         y = self.env[self.analysis.output]
         self.graph.output(y if order is None else flat_stream(self.graph, y, order))
-        _drop_dead(self.graph)
+        drop_dead(self.graph)
         self.graph.lint()
         sides = tuple(Side(node, gather) for node, gather in self.sides)
         return Body(fx.GraphModule(nn.Module(), self.graph, "Body"), sides, tuple(self.owned))
@@ -376,13 +238,6 @@ def _is_inner(node: fx.Node, total: fx.Node) -> bool:
     return set(node.users) == {total} and alike and node.op == "call_function"
 
 
-def copy_graph(graph_module: fx.GraphModule) -> fx.Graph:
-    """A copy of a module's graph whose nodes may be changed; it refers to the same submodules."""
-    graph = fx.Graph(owning_module=graph_module)
-    graph.output(graph.graph_copy(graph_module.graph, {}))
-    return graph
-
-
 def flat_stream(graph: fx.Graph, x: fx.Node, order: tuple[int, ...]) -> fx.Node:
     """Several streams side by side as one ``[B, S, width]``, at the graph's insert point."""
     return graph.call_function(aten.flatten.using_ints, (graph.call_function(aten.permute.default, (x, order)), 2))
@@ -406,57 +261,8 @@ def replace_call(graph: fx.Graph, target: str, analysis: Analysis, arguments: tu
             call = side_by_side(graph, graph.call_module(target, (flat, *arguments[1:])), analysis)
     call.meta = dict(output.meta)
     output.replace_all_uses_with(call)
-    _drop_dead(graph)
+    drop_dead(graph)
     return call
-
-
-# Dropout and device
-
-
-def switch_dropout(graph_module: fx.GraphModule) -> None:
-    """Turn dropout operators, whose flag the trace froze, into modules that follow ``train()`` and ``eval()``."""
-    makers: dict[str, Callable[[fx.Node], tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None]] = {
-        "dropout": lambda n: (nn.Dropout(float(n.args[1])), (n.args[0],), {}),  # type: ignore[arg-type]
-        "scaled_dot_product_attention": _attention_module,
-    }
-    count = 0
-    for node in list(graph_module.graph.nodes):
-        made = makers[name_of(node)](node) if node.op == "call_function" and name_of(node) in makers else None
-        if made is None:
-            continue
-        module, args, kwargs = made
-        name, count = f"_dropout_{count}", count + 1
-        graph_module.add_module(name, module.train(graph_module.training))
-        with graph_module.graph.inserting_before(node):
-            call = graph_module.graph.call_module(name, args, kwargs)
-        call.meta = dict(node.meta)
-        node.replace_all_uses_with(call)
-        graph_module.graph.erase_node(node)
-
-
-def _attention_module(node: fx.Node) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    rate = given.pop("dropout_p", 0.0)
-    tensors = tuple(given.pop(n) for n in ("query", "key", "value"))
-    return (AttentionDropout(float(rate)), tensors, given) if rate else None
-
-
-def undo_dropout(graph_module: fx.GraphModule) -> fx.Graph:
-    """A copy of a module's graph as it is in eval mode, with plain operators where dropout modules were."""
-    graph = copy_graph(graph_module)
-    for node in list(graph.nodes):
-        module = graph_module.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if isinstance(module, nn.Dropout):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-        elif isinstance(module, AttentionDropout):
-            with graph.inserting_before(node):
-                plain = graph.call_function(aten.scaled_dot_product_attention.default, node.args, node.kwargs)
-            plain.meta = dict(node.meta)
-            node.replace_all_uses_with(plain)
-            graph.erase_node(node)
-    return graph
 
 
 def retarget(graph_module: fx.GraphModule, device: torch.device) -> None:

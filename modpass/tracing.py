@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from modpass.calling import Call, parameter_names
 from modpass.errors import InputError, TraceError
 from modpass.inputs import as_named, widen
-from modpass.rewrite import normalise
+from modpass.normalise import normalise
 
 __all__ = ["Traced", "capture", "export_program"]
 

@@ -15,11 +15,12 @@ from torch.utils import _pytree as pytree
 from modpass.analysis import Analysis
 from modpass.blocks import Block, Blocks, locate
 from modpass.calling import InputCheck
+from modpass.dropout import switch_dropout
 from modpass.errors import BlockError, InputError
 from modpass.functional import check_capacity
 from modpass.model import Info, InputSpec, RoutedModel
 from modpass.parts import Parts, cut_out, find_cut, with_part
-from modpass.rewrite import Body, drop_inputs, outline, replace_call, splice, switch_dropout
+from modpass.rewrite import Body, drop_inputs, outline, replace_call, splice
 from modpass.routing import Gate, RoutedBlock, Selection, choose_option
 from modpass.symbols import expr_of, hint_of, shape_of, value_of
 from modpass.tracing import Traced, capture

@@ -11,13 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from modpass.analysis import Sizes
-from modpass.mixing import name_of
+from modpass.mixing import SOFTMAX, name_of
 from modpass.record import Recorder
 from modpass.symbols import Expr, shape_of, value_of
 
 __all__ = ["UnseenRunner"]
-
-_SOFTMAX = {"softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "logsumexp"}
 
 
 class UnseenRunner(Recorder):
@@ -41,7 +39,7 @@ class UnseenRunner(Recorder):
         name = name_of(self.node)
         if name == "scaled_dot_product_attention":
             args, kwargs = (), self._attention(target, args, kwargs)
-        elif name in _SOFTMAX and self.seen_Bk is not None:
+        elif name in SOFTMAX and self.seen_Bk is not None:
             args = (self._scores(*args[:2]), *args[1:])
         return super().call_function(target, args, kwargs)
 

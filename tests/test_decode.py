@@ -234,7 +234,7 @@ def test_a_model_that_mixes_tokens_outside_attention_is_refused_by_the_operator(
 
 @pytest.mark.parametrize("derive", [decode_step, prefill])
 def test_a_model_that_sees_later_tokens_is_refused(derive: object) -> None:
-    model = modpass.trace(make("bert"))
+    model = modpass.trace(make("encoder"), ZOO["encoder"].example_inputs())
     sizes = {"batch": 1, "max_sequence": 16} | ({"sequence": 4} if derive is prefill else {})
     with pytest.raises(BlockError, match="not causal: later tokens change what earlier ones compute"):
         derive(model, **sizes)  # type: ignore[operator]

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from modpass.cli.console import console, mebibytes, status
-from modpass.cli.options import Batch, Blocks, Capacity, Every, Factory, GateOption, Model, Seed
-from modpass.cli.source import Routing, is_routed, load_source, refuse_routed
+from modpass.cli.options import Batch, Blocks, Capacity, Dense, Every, Factory, GateOption, Model, Seed
+from modpass.cli.source import Routing, is_routed, load_source, refuse_routed, traced_dense
 from modpass.decode.block import Skipping
 from modpass.errors import MissingExtraError
 from modpass.model import RoutedModel
-from modpass.transform import trace
 
 if TYPE_CHECKING:
     from modpass.bench import Source
@@ -37,7 +36,6 @@ SkippingOption = Annotated[
         help="How a routed block is skipped: not run, run and dropped, or run for the best rows alone.",
     ),
 ]
-Dense = Annotated[bool, typer.Option("--dense", help="Export the dense model, with no block routed.")]
 
 
 def command(
@@ -69,7 +67,7 @@ def command(
     if dense:
         refuse_routed(source, "dense")
     with status("tracing"):
-        traced = _dense(source) if dense else _causal(routing, source, seed)
+        traced = traced_dense(source) if dense else _causal(routing, source, seed)
     with status("exporting"):
         manifest = export_decoder(
             traced, out, batch=batch, prompt=prompt, max_sequence=max_sequence, skipping=skipping,
@@ -82,10 +80,6 @@ def command(
         f"{len(caches)} caches for {max_sequence} tokens; {len(manifest.routing)} routed blocks, {manifest.skipping}",
         markup=False,
     )
-
-
-def _dense(source: Source) -> RoutedModel:
-    return source.model if isinstance(source.model, RoutedModel) else trace(source.model, source.example_inputs)
 
 
 def _causal(routing: Routing, source: Source, seed: int) -> RoutedModel:

@@ -14,6 +14,7 @@ from modpass.cli.options import (
     Blocks,
     Capacity,
     Check,
+    Dense,
     Dims,
     Dtype,
     Every,
@@ -27,12 +28,10 @@ from modpass.cli.options import (
     Sequence,
     parse_dims,
 )
-from modpass.cli.source import Routing, load_source, refuse_routed
+from modpass.cli.source import Routing, load_source, refuse_routed, traced_dense
 from modpass.model import RoutedModel
-from modpass.transform import trace
 
 if TYPE_CHECKING:
-    from modpass.bench import Source
     from modpass.exporters import FixedShape, Manifest
 
 __all__ = ["command"]
@@ -59,7 +58,6 @@ FileDtype = Annotated[
         help="Type of the weights in the file; routers and norm statistics stay in float32.",
     ),
 ]
-Dense = Annotated[bool, typer.Option("--dense", help="Export the dense model, with no block routed.")]
 Verify = Annotated[
     bool | None,
     typer.Option(
@@ -109,7 +107,7 @@ def command(
     if dense:
         refuse_routed(source, "dense")
     with status("tracing"):
-        traced = _dense(source) if dense else routing.apply(source, seed)
+        traced = traced_dense(source) if dense else routing.apply(source, seed)
     _check_sizes(traced, shape)
     with status("exporting"):
         manifest = export_onnx(traced, out, shape, opset, dtype)
@@ -121,10 +119,6 @@ def command(
             report = compare(traced, out)
         console().print(f"ONNX Runtime beside PyTorch, {report}", markup=False)
         report.check(*BOUNDS[manifest.dtype])
-
-
-def _dense(source: Source) -> RoutedModel:
-    return source.model if isinstance(source.model, RoutedModel) else trace(source.model, source.example_inputs)
 
 
 def _check_sizes(model: RoutedModel, shape: FixedShape) -> None:

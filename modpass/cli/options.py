@@ -130,6 +130,7 @@ PaddingMask = Annotated[
         help="The [batch, sequence] input whose zeros are padding; ~INPUT where its ones are.",
     ),
 ]
+Dense = Annotated[bool, typer.Option("--dense", help="Export the dense model, with no block routed.")]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the new routers' random weights.")]
 Batch = Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Sequences (or images) per call.")]
 Sequence = Annotated[

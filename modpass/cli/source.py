@@ -15,12 +15,12 @@ from modpass.parts import Parts
 from modpass.routing import Gate, Selection
 from modpass.state import load
 from modpass.statefile import FILE, SavedState
-from modpass.transform import mod_transform
+from modpass.transform import mod_transform, trace
 
 if TYPE_CHECKING:
     from modpass.bench import Source
 
-__all__ = ["Routing", "is_routed", "load_source", "refuse_routed"]
+__all__ = ["Routing", "is_routed", "load_source", "refuse_routed", "traced_dense"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,11 @@ def load_source(spec: str, dtype: Dtype = "float32", factory: str | None = None)
     if isinstance(source.model, RoutedModel):
         return replace(source, example_inputs={s.name: s.example for s in source.model.inputs})
     return source
+
+
+def traced_dense(source: Source) -> RoutedModel:
+    """The dense model, traced."""
+    return source.model if isinstance(source.model, RoutedModel) else trace(source.model, source.example_inputs)
 
 
 def _foreign_class(spec: str) -> str | None:

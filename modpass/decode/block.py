@@ -6,6 +6,7 @@ Shapes: B rows, N slots of the block's cache, D width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -15,9 +16,10 @@ from modpass.analysis import Refusal, Sizes
 from modpass.causal import dependent
 from modpass.decode.copy import CacheSpec, StepCopy
 from modpass.decode.worlds import FullLength
+from modpass.dropout import undo_dropout
+from modpass.errors import BlockError
 from modpass.functional import Gather, take
 from modpass.functional import slots as slots_of
-from modpass.rewrite import undo_dropout
 from modpass.routing import RoutedBlock
 from modpass.symbols import shape_of, value_of
 
@@ -109,12 +111,16 @@ class StepBlock(nn.Module):
         if gather is None or operand.dim() != gather.rank or operand.shape[gather.batch] == 1:
             return None
         if operand.shape[gather.batch] != B:
-            raise Refusal(f"block '{self.name}' holds heads merged into the batch; batch_capacity cannot pick its rows")
+            raise BlockError(
+                f"block '{self.name}' holds heads merged into the batch; batch_capacity cannot pick its rows"
+            )
         return gather.batch
 
     def _batch(self, operand: Tensor, B: int) -> int:
         if operand.shape[0] != B:
-            raise Refusal(f"block '{self.name}' has a cache without a batch dim; batch_capacity cannot pick its rows")
+            raise BlockError(
+                f"block '{self.name}' has a cache without a batch dim; batch_capacity cannot pick its rows"
+            )
         return 0
 
 
@@ -187,16 +193,14 @@ class _BodyCopy(StepCopy):
             return self._made_inside(consumer, side)
         gather = self.gathers[side]
         if gather is not None:
-            keyed = consumer in self.attentions.keyed or self.attentions.at(consumer) is not None
+            keyed = self.sees_keys(consumer)
             last = gather.rank - 1
             queries = tuple(d for d in gather.dims if not (keyed and d == last))
             keys = tuple(d for d in gather.dims if keyed and d == last)
             before = self.split[side]
             self.split[side] = (
-                Gather(gather.rank, gather.batch, gather.batched, queries, gather.repeat) if queries else None,
-                Gather(gather.rank, gather.batch, gather.batched or bool(queries), keys, gather.repeat)
-                if keys
-                else None,
+                replace(gather, dims=queries) if queries else None,
+                replace(gather, dims=keys, batched=gather.batched or bool(queries)) if keys else None,
             )
             if before not in ((None, None), self.split[side]):
                 raise Refusal(f"the side input {side.name} follows keys here and queries there (node {consumer.name})")
@@ -206,7 +210,7 @@ class _BodyCopy(StepCopy):
         """A parameter, or a tensor with one value in every place, of which any row will do."""
         made = self.full(side)
         shape = shape_of(value_of(side))
-        keyed = consumer in self.attentions.keyed or self.attentions.at(consumer) is not None
+        keyed = self.sees_keys(consumer)
         for dim, size in enumerate(shape):
             if self.sizes.carries(size) and not (keyed and dim == len(shape) - 1):
                 made = self.graph.call_function(torch.narrow, (made, dim, 0, 1))

@@ -9,14 +9,14 @@ import torch
 from torch import fx
 
 from modpass.analysis import SEQUENCE, Refusal, Sizes, canonical_arguments, merges_rows
-from modpass.attention import SOFTMAX, Attention, arguments_of, find_attention
+from modpass.attention import Attention, arguments_of, find_attention
 from modpass.decode.attend import attend, hide_later, join_scores, weigh
 from modpass.decode.caches import Cut, cut_at, spreads_heads
 from modpass.decode.worlds import is_size, size_at
-from modpass.mixing import mixing_reason, name_of
+from modpass.mixing import SOFTMAX, mixing_reason, name_of
 from modpass.symbols import expr_of, shape_of, value_of
 
-__all__ = ["CacheSpec", "StepCopy"]
+__all__ = ["CacheSpec", "StepCopy", "refuse_mixing"]
 
 Side = Callable[[fx.Node, fx.Node], Any]
 
@@ -54,21 +54,6 @@ class StepCopy:
         self.cached: dict[fx.Node, fx.Node] = {}
         self.caches: list[CacheSpec] = []
         self.slot: Any = None
-
-    def check(self) -> None:
-        """Refuse operators that mix tokens outside attention.
-
-        Raises:
-            Refusal: names the operator.
-        """
-        for node in self.tokens:
-            if node.op != "call_function":
-                continue
-            reason = mixing_reason(node, self.sizes.carries, self.sizes.is_batch) or merges_rows(node, self.sizes)
-            if reason:
-                raise Refusal(f"{reason} (node {node.name})")
-            if any(is_size(a) and self.sizes.carries(_expr(a)) for a in node.all_input_nodes) and _as_number(node):
-                raise Refusal(f"{node.target} computes with the sequence length (node {node.name})")
 
     def cuts(self) -> dict[fx.Node, Cut]:
         """The cut of every keys and values node, in order."""
@@ -109,6 +94,10 @@ class StepCopy:
     def new_rows(self) -> tuple[Any, ...]:
         """What each cache is to hold for the new token."""
         return tuple(self.step[c.node] for c in self.caches)
+
+    def sees_keys(self, consumer: fx.Node) -> bool:
+        """Whether the last dim of what ``consumer`` broadcasts to counts keys."""
+        return consumer in self.attentions.keyed or self.attentions.at(consumer) is not None
 
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(function, args, kwargs)
@@ -201,12 +190,20 @@ class StepCopy:
         return self._traced(node, self._call(weigh, weights, whole, new, self.slot))
 
 
+def refuse_mixing(tokens: list[fx.Node], sizes: Sizes) -> None:
+    """Refuse operators that mix tokens outside attention, or that compute with the sequence length.
+
+    Raises:
+        Refusal: names the operator.
+    """
+    for node in (n for n in tokens if n.op == "call_function"):
+        reason = mixing_reason(node, sizes.carries, sizes.is_batch) or merges_rows(node, sizes)
+        if reason:
+            raise Refusal(f"{reason} (node {node.name})")
+        lengths = [a for a in node.all_input_nodes if is_size(a) and sizes.carries(_expr(a))]
+        if any(kind in ("number", "Tensor") and a in lengths for kind, a in canonical_arguments(node)):
+            raise Refusal(f"{node.target} computes with the sequence length (node {node.name})")
+
+
 def _expr(node: fx.Node) -> Any:
     return expr_of(value_of(node)) if isinstance(value_of(node), torch.SymInt) else SEQUENCE
-
-
-def _as_number(node: fx.Node) -> bool:
-    """Whether a node takes a size as a number to compute with, not as a shape."""
-    return any(
-        kind in ("number", "Tensor") and isinstance(a, fx.Node) and is_size(a) for kind, a in canonical_arguments(node)
-    )

@@ -9,19 +9,18 @@ from typing import Any
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from modpass.analysis import Sizes
-from modpass.attention import arguments_of, is_fused
+from modpass.analysis import Refusal, Sizes
+from modpass.attention import PRODUCTS, arguments_of, is_fused
 from modpass.causal import dependent
+from modpass.decode.copy import refuse_mixing
+from modpass.dropout import undo_dropout
 from modpass.errors import BlockError, InputError
 from modpass.mixing import name_of
 from modpass.model import RoutedModel
-from modpass.rewrite import undo_dropout
 from modpass.symbols import Expr, shape_of, value_of
 from modpass.transform import trace
 
-__all__ = ["Outer", "open_model"]
-
-_PRODUCTS = {"matmul", "bmm", "baddbmm"}
+__all__ = ["Outer", "open_model", "whole_numbers"]
 
 
 @dataclass
@@ -29,7 +28,7 @@ class Outer:
     """A traced model without dropout.
 
     tokens: the inputs that carry one entry a token; whole: those that are needed at full length, such as masks;
-    fixed: the numbers of every free size but the sequence.
+    known: the numbers of every free size but the sequence; rows: B.
     """
 
     model: RoutedModel
@@ -75,7 +74,26 @@ def open_model(model: nn.Module | ExportedProgram, batch: int, dims: Mapping[str
         raise BlockError("its tokens come as [sequence, batch]; decode needs [batch, sequence]: wrap the model")
     if not tokens:
         raise BlockError("no input carries one entry a token: each of them decides which tokens attention sees")
+    try:
+        refuse_mixing(dependent(graph, *tokens), sizes)
+    except Refusal as e:
+        raise BlockError(f"this model cannot be decoded: {e}") from e
     return Outer(routed, graph, sizes, tokens, whole, known, batch)
+
+
+def whole_numbers(**values: Any) -> None:
+    """Refuse sizes that are no whole number of 1 or more.
+
+    Raises:
+        InputError: names the first.
+
+    >>> whole_numbers(batch=0)
+    Traceback (most recent call last):
+    modpass.errors.InputError: batch is 0; it must be a whole number of 1 or more
+    """
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} is {value!r}; it must be a whole number of 1 or more")
 
 
 def _symbol(named: Mapping[str, Mapping[Any, Expr]], name: str) -> Expr:
@@ -108,7 +126,7 @@ def _is_whole(graph: fx.Graph, source: fx.Node, sizes: Sizes) -> bool:
             continue
         if sum(map(sizes.carries, shape_of(value_of(node)))) < 2:
             continue
-        if name_of(node) in _PRODUCTS or any(a in scores for a in node.all_input_nodes):
+        if name_of(node) in PRODUCTS or any(a in scores for a in node.all_input_nodes):
             scores.add(node)
         else:
             return True

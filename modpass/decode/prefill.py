@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -17,7 +18,7 @@ from modpass.causal import dependent
 from modpass.decode.caches import Cut, cut_at, named
 from modpass.decode.causality import check_causal, check_length
 from modpass.decode.model import Cache, PrefillModel, StepInfo, TensorInput
-from modpass.decode.outer import Outer, open_model
+from modpass.decode.outer import Outer, open_model, whole_numbers
 from modpass.decode.prefill_block import PrefillBlock
 from modpass.decode.worlds import is_size, size_at
 from modpass.errors import BlockError, InputError
@@ -67,9 +68,7 @@ def prefill(
     """
     if logits not in get_args(Logits):
         raise InputError(f"logits is {logits!r}; it must be one of {', '.join(map(repr, get_args(Logits)))}")
-    for name, value in (("batch", batch), ("sequence", sequence), ("max_sequence", max_sequence)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} is {value!r}; it must be a whole number of 1 or more")
+    whole_numbers(batch=batch, sequence=sequence, max_sequence=max_sequence)
     if sequence > max_sequence:
         raise InputError(f"sequence is {sequence}, more than the {max_sequence} tokens that the caches hold")
     outer = open_model(model, batch, dims)
@@ -174,7 +173,7 @@ class _Prefill:
         stream, keep, *sides = (None if a is None else self._value(a) for a in node.args)  # type: ignore[arg-type]
         call = self.graph.call_module(f"prefill_{len(self.blocks)}", (stream, keep, self.length, *sides))
         self.blocks.append((made, call))
-        return self.graph.call_function(_item, (call, 0))
+        return self.graph.call_function(operator.getitem, (call, 0))
 
     def _cuts(self) -> list[tuple[Cut, str]]:
         found: dict[fx.Node, tuple[Cut, str]] = {}
@@ -198,7 +197,7 @@ class _Prefill:
         routing = []
         for block, call in self.blocks:
             routing.append(block.routing())
-            results += [self.graph.call_function(_item, (call, i + 1)) for i in range(2 + len(block.caches))]
+            results += [self.graph.call_function(operator.getitem, (call, i + 1)) for i in range(2 + len(block.caches))]
         self.graph.output(tuple(results))
         names = tuple(self.outer.model.output_names[: len(leaves)])
         info = StepInfo(self.outer.rows, self.max_sequence, tuple(self.inputs), tuple(caches), tuple(routing), names)
@@ -238,8 +237,3 @@ def pad_to(x: Tensor, dim: int, size: int) -> Tensor:
     [[1.0, 1.0, 0.0]]
     """
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, size - x.shape[dim]])
-
-
-def _item(values: Any, index: int) -> Tensor:
-    result: Tensor = values[index]
-    return result

@@ -16,8 +16,8 @@ from modpass.attention import find_attention
 from modpass.causal import causal_slots, dependent
 from modpass.decode.caches import Cut, cut_at
 from modpass.decode.model import Cache, Routing
-from modpass.functional import gather_tokens, slots, take, write_back
-from modpass.rewrite import undo_dropout
+from modpass.dropout import undo_dropout
+from modpass.functional import gather_tokens, take, write_back
 from modpass.routing import RoutedBlock
 from modpass.symbols import shape_of, value_of
 
@@ -30,7 +30,7 @@ class PrefillBlock(nn.Module):
     def __init__(self, block: RoutedBlock, max_sequence: int, known: dict[Any, int]) -> None:
         super().__init__()
         self._block = [block]  # in a list: its parameters are registered where the model has them
-        self.slots = slots(block.capacity, max_sequence)
+        self.slots = block.slots(max_sequence)
         self.body, cuts = _with_caches(block, known)
         self.dims = tuple(c.dim for c, _ in cuts)
         self.caches = tuple(self._cache(i, cut, sizes, known) for i, (cut, sizes) in enumerate(cuts))

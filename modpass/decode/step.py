@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -17,7 +19,7 @@ from modpass.decode.caches import named
 from modpass.decode.causality import check_causal, check_length
 from modpass.decode.copy import StepCopy
 from modpass.decode.model import Cache, Routing, StepInfo, StepModel, TensorInput
-from modpass.decode.outer import Outer, open_model
+from modpass.decode.outer import Outer, open_model, whole_numbers
 from modpass.decode.rows import Rows
 from modpass.decode.worlds import FullLength
 from modpass.errors import BlockError, InputError
@@ -64,9 +66,7 @@ def decode_step(
     """
     if skipping not in get_args(Skipping):
         raise InputError(f"skipping is {skipping!r}; it must be one of {', '.join(map(repr, get_args(Skipping)))}")
-    for name, value in (("batch", batch), ("max_sequence", max_sequence)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} is {value!r}; it must be a whole number of 1 or more")
+    whole_numbers(batch=batch, max_sequence=max_sequence)
     outer = open_model(model, batch, dims)
     check_length(outer, max_sequence)
     check_causal(outer)
@@ -85,7 +85,6 @@ class _Step(StepCopy):
         super().__init__(graph, tokens, outer.sizes, outer.known, max_sequence, self._side)
         self.outer, self.skipping, self.max_sequence = outer, skipping, max_sequence
         self.inner |= set(outer.tokens)
-        self.check()
         self.full = FullLength(graph, outer.model, outer.sizes, max_sequence, outer.known)
         self.inputs: list[tuple[str, fx.Node]] = []
         for node in outer.tokens:
@@ -151,12 +150,12 @@ class _Step(StepCopy):
         gather = gather_of(consumer, node, self.sizes)
         if gather is None:
             return self.full(node)
-        keyed = consumer in self.attentions.keyed or self.attentions.at(consumer) is not None
+        keyed = self.sees_keys(consumer)
         return self._at_position(node, gather, keyed)
 
     def _uniform(self, consumer: fx.Node, node: fx.Node, value: Tensor) -> fx.Node:
         """A tensor with one value in every place, at the sizes of a step."""
-        keyed = consumer in self.attentions.keyed or self.attentions.at(consumer) is not None
+        keyed = self.sees_keys(consumer)
         for dim, size in enumerate(self._shape(node, 1)):
             if not (keyed and dim == value.dim() - 1):
                 value = value.narrow(dim, 0, size)
@@ -166,7 +165,7 @@ class _Step(StepCopy):
         dims = tuple(d for d in gather.dims if not (keyed and d == gather.rank - 1))
         if not dims:
             return self.full(node)
-        return self.rows(node, Gather(gather.rank, gather.batch, gather.batched, dims, gather.repeat))
+        return self.rows(node, replace(gather, dims=dims))
 
     def _routed(self, node: fx.Node) -> fx.Node:
         step, state = self.blocks[node]
@@ -179,7 +178,7 @@ class _Step(StepCopy):
         arguments = (self.step[stream], kept, self.position, count, places, *caches, *given)  # type: ignore[index]
         call = self.graph.call_module(self._step_name(node), arguments)
         self.results[node] = call
-        return self.graph.call_function(_item, (call, 0))
+        return self.graph.call_function(operator.getitem, (call, 0))
 
     def _step_name(self, node: fx.Node) -> str:
         return f"step_{list(self.blocks).index(node)}"
@@ -202,24 +201,15 @@ class _Step(StepCopy):
             name = step.name
             own = [Cache(f"{name}.cache_{i}", c.shape, c.dtype, c.dim, name) for i, c in enumerate(step.caches)]
             routing.append(Routing(name, step.slots, tuple(own)))
-            results += [self.graph.call_function(_item, (self.results[node], i + 1)) for i in range(1 + len(own))]
+            results += [
+                self.graph.call_function(operator.getitem, (self.results[node], i + 1)) for i in range(1 + len(own))
+            ]
         self.graph.output(tuple(results))
-        inputs = tuple(self._input_spec(name, node) for name, node in self.inputs if "shape" in node.meta)
-        info = StepInfo(
-            self.outer.rows, self.max_sequence, inputs, tuple(caches), tuple(routing), self._output_names(leaves)
-        )
+        given = ((name, node.meta) for name, node in self.inputs if "shape" in node.meta)
+        inputs = tuple(TensorInput(name, meta["shape"], meta["dtype"]) for name, meta in given)
+        names = tuple(self.outer.model.output_names[: len(leaves)])
+        info = StepInfo(self.outer.rows, self.max_sequence, inputs, tuple(caches), tuple(routing), names)
         modules = {self._step_name(n): step for n, (step, _) in self.blocks.items()}
         made = StepModel.build(self.outer.model, self.graph, info, self.full.tables, modules)
         made.meta["modpass.inputs"] = tuple(name for name, _ in self.inputs)
         return made
-
-    def _input_spec(self, name: str, node: fx.Node) -> TensorInput:
-        return TensorInput(name, node.meta["shape"], node.meta["dtype"])
-
-    def _output_names(self, leaves: list[fx.Node]) -> tuple[str, ...]:
-        return tuple(self.outer.model.output_names[: len(leaves)])
-
-
-def _item(values: Any, index: int) -> Tensor:
-    result: Tensor = values[index]
-    return result
