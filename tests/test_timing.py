@@ -99,9 +99,9 @@ class TestRatio:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory needs Linux's /proc")
 def test_peak_memory_sees_what_a_call_has_already_freed() -> None:
     def call() -> None:
-        for _ in range(3):
+        for _ in range(8):
             torch.ones(16 << 20)
 
     grown = resident_growth(call)
     assert grown is not None
-    assert 60 << 20 < grown < 100 << 20
+    assert 60 << 20 < grown < 256 << 20  # one or two of the eight at a time: an allocator may keep a freed one
