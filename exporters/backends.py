@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from modpass.errors import InputError
 from modpass.exporters.backend import Backend, OnnxRuntimeBackend
+from modpass.exporters.onnx_device import OnnxRuntimeCudaBackend
+from modpass.exporters.tensorrt_backend import TensorRTBackend
 
 __all__ = ["BACKENDS", "backend_named"]
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "onnxruntime": OnnxRuntimeBackend,
+    "onnxruntime-cuda": OnnxRuntimeCudaBackend,
+    "tensorrt-rtx": partial(TensorRTBackend, "tensorrt-rtx"),
+    "tensorrt": partial(TensorRTBackend, "tensorrt"),
 }
 
 
