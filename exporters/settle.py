@@ -12,7 +12,7 @@ from torch import Tensor
 
 from modpass.exporters.decoder_manifest import DecoderManifest
 
-__all__ = ["settle", "write_rows"]
+__all__ = ["Places", "settle"]
 
 Tensors = Mapping[str, Tensor]
 
@@ -25,34 +25,49 @@ def settle(
     No shape and no operator depends on what the tensors hold, so that a CUDA graph can hold all of it.
     """
     taken.zero_()
+    here = Places(position_B, live_B)
     for cache in manifest.caches:
-        write_rows(arrays[cache.name], new[f"{cache.name}.new"], cache.dim, position_B, live_B)
+        here.write(arrays[cache.name], new[f"{cache.name}.new"], cache.dim)
     for block in manifest.routing:
-        count_B, places_BN = arrays[block.count], arrays[block.places]
+        count_B = arrays[block.count]
         took_B = (new[f"{block.count}.new"] > count_B) & live_B
-        slot_B = count_B.clamp(max=block.slots - 1)
+        slots = Places(count_B.clamp(max=block.slots - 1), took_B)
         for cache in block.caches:
-            write_rows(arrays[cache.name], new[f"{cache.name}.new"], cache.dim, slot_B, took_B)
-        write_rows(places_BN, position_B[:, None], 1, slot_B, took_B)
+            slots.write(arrays[cache.name], new[f"{cache.name}.new"], cache.dim)
+        slots.write(arrays[block.places], position_B[:, None], 1)
         count_B += took_B
         taken += took_B.sum()
 
 
-def write_rows(cache: Tensor, new: Tensor, dim: int, place_B: Tensor, rows_B: Tensor) -> None:
-    """Put ``new``, one slot long, into ``cache`` at ``place`` of the rows that ``rows`` holds true for.
+class Places:
+    """Where in its cache each row writes, and which rows do.
 
-    A cache may have several entries a row, one for each head. The other rows are written as they were: to leave them
-    out would need their number, for which the host would have to wait.
+    The others are written as they were: to leave them out would need their number, for which the host would have to
+    wait. Indices are made once for all caches of a kind, as on a GPU every operator counts.
 
     >>> cache = torch.zeros(2, 3)
-    >>> write_rows(cache, torch.ones(2, 1), 1, torch.tensor([2, 0]), torch.tensor([True, False]))
+    >>> Places(torch.tensor([2, 0]), torch.tensor([True, False])).write(cache, torch.ones(2, 1), 1)
     >>> cache.tolist()
     [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
     """
-    entries, each = cache.shape[0], cache.shape[0] // place_B.shape[0]
-    entry = torch.arange(entries, device=cache.device)
-    row = entry // each
-    place = place_B[row]
-    moved, fresh = cache.movedim(dim, 1), new.movedim(dim, 1)[:, 0]
-    wanted = rows_B[row].view(-1, *[1] * (fresh.dim() - 1))
-    moved[entry, place] = torch.where(wanted, fresh, moved[entry, place])
+
+    def __init__(self, place_B: Tensor, rows_B: Tensor) -> None:
+        self.place_B, self.rows_B = place_B, rows_B
+        self._made: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def write(self, cache: Tensor, new: Tensor, dim: int) -> None:
+        """Put ``new``, one slot long, into ``cache``, whose dim ``dim`` counts slots.
+
+        A cache may have several entries a row, one for each head.
+        """
+        entry, place, wanted = self._indices(cache.shape[0])
+        moved, fresh = cache.movedim(dim, 1), new.movedim(dim, 1)[:, 0]
+        wanted = wanted.view(-1, *[1] * (fresh.dim() - 1))
+        moved[entry, place] = torch.where(wanted, fresh, moved[entry, place])
+
+    def _indices(self, entries: int) -> tuple[Tensor, Tensor, Tensor]:
+        if entries not in self._made:
+            entry = torch.arange(entries, device=self.place_B.device)
+            row = entry // (entries // self.place_B.shape[0])
+            self._made[entries] = (entry, self.place_B[row], self.rows_B[row])
+        return self._made[entries]

@@ -6,15 +6,16 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from modpass.errors import StateError, VerificationError
 from modpass.exporters import trt_api
 from modpass.exporters.decoder_manifest import DecoderManifest
-from modpass.exporters.device import Device
+from modpass.exporters.device import Device, Layout
 from modpass.exporters.device_backend import DeviceBackend
 from modpass.exporters.engine import Engine
-from modpass.exporters.manifest import Manifest, manifest_path
+from modpass.exporters.manifest import Manifest, TensorSpec, manifest_path
 
 __all__ = ["TensorRTBackend", "checked_engine"]
 
@@ -46,16 +47,19 @@ class TensorRTBackend(DeviceBackend):
             BuildError: TensorRT refuses it.
         """
         digest = manifest.files[f"{name}.onnx"]
-        path = checked_engine(folder, name, digest, self.tensorrt.flavor.name, self.device.capability)
-        return _Loaded(Engine(self.tensorrt, path), self.device)
+        path, built = checked_engine(folder, name, digest, self.tensorrt.flavor.name, self.device.capability)
+        return _Loaded(Engine(self.tensorrt, path), built, self.device)
 
 
 class _Loaded:
-    """An engine on the stream of a device; see ``Program``."""
+    """An engine on the stream of a device; see ``Program``.
 
-    def __init__(self, engine: Engine, device: Device) -> None:
+    Its inputs are those of the graph: TensorRT may leave out one that nothing reads, such as places without rotary.
+    """
+
+    def __init__(self, engine: Engine, built: Manifest, device: Device) -> None:
         self.engine, self.device = engine, device
-        self.inputs, self.outputs = engine.inputs, engine.outputs
+        self.inputs, self.outputs = _layouts(built.inputs), engine.outputs
 
     @property
     def uncapturable(self) -> str | None:
@@ -71,8 +75,14 @@ class _Loaded:
         self.engine.run(self.device.handle)
 
 
-def checked_engine(folder: Path, name: str, onnx_sha256: str, flavor: str, capability: str | None) -> Path:
-    """The engine of one graph, if it is whole and was built from that graph, by this flavour, for this GPU.
+def _layouts(specs: tuple[TensorSpec, ...]) -> dict[str, Layout]:
+    return {s.name: Layout(s.shape, getattr(torch, s.dtype)) for s in specs}
+
+
+def checked_engine(
+    folder: Path, name: str, onnx_sha256: str, flavor: str, capability: str | None
+) -> tuple[Path, Manifest]:
+    """The engine of one graph and its manifest, if it is whole and was built from that graph for this GPU.
 
     capability: the GPU's; None leaves it unchecked.
 
@@ -97,4 +107,4 @@ def checked_engine(folder: Path, name: str, onnx_sha256: str, flavor: str, capab
             f"{command}"
         )
     built.check(path)
-    return path
+    return path, built

@@ -20,6 +20,7 @@ from modpass.exporters.backends import BACKENDS, backend_named
 from modpass.exporters.device import Call, Device
 from modpass.exporters.device_backend import DeviceBackend
 from modpass.exporters.onnx_device import OnnxRuntimeCudaBackend
+from modpass.exporters.settle import Places
 from modpass.exporters.tensorrt_backend import TensorRTBackend
 from tests.decoders import LENGTH, causal, dense
 from tests.trt_fake import fake_build, fake_runtime
@@ -231,10 +232,22 @@ def test_engines_for_another_gpu_are_refused_with_the_command_for_this_one(tiny:
 
 
 def test_an_engine_that_lacks_a_name_of_the_manifest_is_refused(tiny: Path, install: Install) -> None:
-    install(change=lambda engine: engine.values.pop("blocks.1.count.new", None) and setattr(
-        engine, "num_io_tensors", engine.num_io_tensors - 1))  # fmt: skip
+    install(change=lambda engine: engine.hidden.add("blocks.1.count.new"))
     with pytest.raises(StateError, match=r"the decode graph returns 'blocks.1.count.new', but it does not"):
         DecoderSession(tiny, TensorRTBackend("tensorrt", "cpu"))
+
+
+def test_an_address_that_is_refused_is_named(tiny: Path, install: Install) -> None:
+    install(change=lambda engine: setattr(engine, "refuses", "position"))
+    with pytest.raises(BuildError, match="TensorRT refuses the address of 'position'"):
+        DecoderSession(tiny, TensorRTBackend("tensorrt", "cpu"))
+
+
+def test_an_engine_may_leave_out_an_input_that_nothing_reads(tiny: Path, install: Install) -> None:
+    module = install(change=lambda engine: engine.hidden.update({"blocks.1.places"} & engine.inputs))
+    found = DecoderSession(tiny, TensorRTBackend("tensorrt", "cpu")).generate([[1, 2]], 6).tokens
+    assert found == DecoderSession(tiny).generate([[1, 2]], 6).tokens
+    assert "blocks.1.places" not in module.engines[1].addresses
 
 
 def test_a_session_names_its_backends(tiny: Path) -> None:
@@ -264,3 +277,18 @@ def test_without_a_gpu_or_its_package_a_backend_says_so_before_loading(
         pytest.importorskip("tensorrt_rtx", reason="pip install 'modpass[tensorrt-rtx]'")
     with pytest.raises(InputError, match=f"backend '{name}' needs an NVIDIA GPU, and PyTorch .* sees none"):
         backend_named(name)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((3, 2, 5, 4), 2), ((3, 5, 2), 1), ((6, 5, 4), 1), ((3, 4, 2, 5), 3)])
+def test_rows_are_written_where_plain_loops_write_them(shape: tuple[int, ...], dim: int) -> None:
+    """Caches with heads in a dim of their own, merged into the batch, and with slots last."""
+    cache, new = torch.randn(shape), torch.randn(*shape[:dim], 1, *shape[dim + 1 :])
+    place, rows = torch.tensor([4, 0, 2]), torch.tensor([True, False, True])
+    wanted, each = cache.clone(), shape[0] // 3
+    for entry in range(shape[0]):
+        if rows[entry // each]:
+            wanted[entry].select(dim - 1, int(place[entry // each])).copy_(new[entry].select(dim - 1, 0))
+    address = cache.data_ptr()
+    Places(place, rows).write(cache, new, dim)
+    assert torch.equal(cache, wanted)
+    assert cache.data_ptr() == address

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnxruntime
 
 from modpass.exporters.manifest import Manifest, manifest_path
@@ -27,7 +28,7 @@ class FakeEngine:
         self.session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         self.values = {v.name: v for v in (*self.session.get_inputs(), *self.session.get_outputs())}
         self.inputs = {v.name for v in self.session.get_inputs()}
-        self.num_io_tensors = len(self.values)
+        self.hidden: set[str] = set()  # as TensorRT may leave out what is not needed
         self.addresses: dict[str, int] = {}
         self.streams: list[int] = []
         self.device_memory_size_v2 = 64
@@ -38,8 +39,12 @@ class FakeEngine:
     def create_execution_context(self) -> FakeEngine:
         return self
 
+    @property
+    def num_io_tensors(self) -> int:
+        return len(self.values.keys() - self.hidden)
+
     def get_tensor_name(self, i: int) -> str:
-        return list(self.values)[i]
+        return [n for n in self.values if n not in self.hidden][i]
 
     def get_tensor_mode(self, name: str) -> str:
         return "input" if name in self.inputs else "output"
@@ -58,6 +63,10 @@ class FakeEngine:
         self.streams.append(stream)
         binding = self.session.io_binding()
         for name, value in self.values.items():
+            if name in self.hidden:
+                if name in self.inputs:
+                    binding.bind_cpu_input(name, np.zeros(value.shape, type_of(value)))
+                continue
             put = binding.bind_input if name in self.inputs else binding.bind_output
             put(name, "cpu", 0, type_of(value), value.shape, self.addresses[name])
         self.session.run_with_iobinding(binding)
