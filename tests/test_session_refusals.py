@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
-from modpass.decode.example import tiny_decoder
+import modpass
+from modpass.decode.example import Block, tiny_decoder
 from modpass.errors import ExportError, InputError, StateError
 from modpass.exporters import DecoderManifest, DecoderSession, export_decoder
 from modpass.exporters.sampling import Sampler
@@ -163,3 +165,32 @@ def test_bfloat16_is_refused_before_onnx_runtime_reads_it(tmp_path: Path) -> Non
     assert DecoderManifest.load(tmp_path / "d").dtype == "bfloat16"
     with pytest.raises(ExportError, match=r"is in bfloat16, which ONNX Runtime has no kernels for; export with dtype="):
         DecoderSession(tmp_path / "d")
+
+
+class Wide(nn.Module):
+    """Scores more ids than it can read: a head of 16 over a table of 11; or, without a table, over one-hot ids."""
+
+    def __init__(self, table: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8) if table else nn.Linear(16, 8)
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        one_hot = (ids[..., None] == torch.arange(16)).float()
+        x = self.embed(ids.long() if isinstance(self.embed, nn.Embedding) else one_hot)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize(("table", "ids"), [(True, 11), (False, 16)])
+def test_ids_that_the_model_cannot_read_are_not_drawn(table: bool, ids: int, tmp_path: Path) -> None:
+    model = Wide(table).eval()
+    with torch.no_grad():
+        model.head.bias[12] = 100.0
+    traced = modpass.trace(model, (torch.arange(10, dtype=torch.int32).reshape(2, 5),))
+    export_decoder(traced, tmp_path / "d", prompt=4, max_sequence=8)
+    session = DecoderSession(tmp_path / "d")
+    assert session.manifest.vocabulary == ids
+    assert (12 in session.generate([[1]], 4).tokens[0]) is (not table)
