@@ -55,16 +55,16 @@ def _source(index: Any) -> fx.Node | None:
     """The node with several outputs that an index is the second of."""
     while isinstance(index, fx.Node) and name_of(index) in _CASTS:
         index = index.args[0]
-    if not isinstance(index, fx.Node) or name_of(index) != "getitem" or index.args[1] != 1:
-        return None
-    source: Any = index.args[0]
-    return source
+    part = index if isinstance(index, fx.Node) and name_of(index) == "getitem" else None
+    source: Any = None if part is None or part.args[1] != 1 else part.args[0]
+    return source if isinstance(source, fx.Node) else None
 
 
 def _is_mask(node: fx.Node) -> bool:
     """Whether a node puts one number at places along the last dim of a blank tensor."""
-    if name_of(node) != "scatter" or not isinstance(node.args[0], fx.Node):
+    if name_of(node) != "scatter":
         return False
     blank, dim, *_, value = node.args
+    assert isinstance(blank, fx.Node)
     last = dim in (-1, len(shape_of(value_of(node))) - 1)
     return last and name_of(blank) in _BLANK and not isinstance(value, fx.Node)
