@@ -46,7 +46,7 @@ class Engine:
         self._runtime = tensorrt.module.Runtime(tensorrt.logger)
         self._engine = self._made(self._runtime.deserialize_cuda_engine(plan), "engine")
         self._context = self._made(self._engine.create_execution_context(), "execution context")
-        self._jumps = b"cjmp" in plan  # the instruction of a conditional, which waits for the GPU
+        self._branches = b"stream_capturable=0" in plan  # the plan's own word, where a conditional waits for the GPU
         self._bound: dict[str, Tensor] = {}
         self.inputs: dict[str, Layout] = {}
         self.outputs: dict[str, Layout] = {}
@@ -96,7 +96,7 @@ class Engine:
 
     def uncapturable(self, stream: int) -> str | None:
         """Why a CUDA graph cannot hold a run on this stream; None where nothing is known against it."""
-        if self._jumps:
+        if self._branches:
             return "the plan has branches, which the host decides; export with skipping='masked' for a CUDA graph"
         asked = getattr(self._context, "is_stream_capturable", None)  # TensorRT-RTX alone
         return None if asked is None or asked(stream) else "TensorRT says that the plan cannot be captured"

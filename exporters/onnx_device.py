@@ -81,7 +81,11 @@ class _Session:
 def _providers(device: Device) -> list[Any]:
     if not device.is_gpu:
         return ["CPUExecutionProvider"]
-    options = {"device_id": str(device.torch.index or 0), "user_compute_stream": str(device.handle)}
+    options = {
+        "device_id": str(device.torch.index or 0),
+        "user_compute_stream": str(device.handle),
+        "use_tf32": "0",  # float32 is what was exported and verified; a step waits for memory, not for products
+    }
     return [(_CUDA, options), "CPUExecutionProvider"]
 
 
