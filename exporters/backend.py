@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -88,17 +89,17 @@ class OnnxRuntimeBackend:
     def step(self, tokens: np.ndarray, position: np.ndarray, live: np.ndarray) -> Stepped:
         """One token a row; see ``Backend``."""
         logits = self.compute(tokens, position, live)
-        for cache in self.manifest.caches:
-            self._write(cache, position, live)
+        whole, *routed = self._rows
+        _write(whole, np.flatnonzero(live), position)
         total = 0
-        for block in self.manifest.routing:
+        for block, rows in zip(self.manifest.routing, routed, strict=True):
             count = self.arrays[block.count]
-            taken = (self.new[f"{block.count}.new"] > count) & live
-            total += int(taken.sum())
-            for cache in block.caches:
-                self._write(cache, count, taken)
-            self.arrays[block.places][taken, count[taken]] = position[taken]
-            count[taken] += 1
+            taken = np.flatnonzero((self.new[f"{block.count}.new"] > count) & live)
+            if taken.size:
+                _write(rows, taken, count)
+                self.arrays[block.places][taken, count[taken]] = position[taken]
+                count[taken] += 1
+                total += taken.size
         return Stepped(logits, total)
 
     def compute(self, tokens: np.ndarray, position: np.ndarray, live: np.ndarray) -> np.ndarray:
@@ -114,16 +115,38 @@ class OnnxRuntimeBackend:
         """Let the next step read as input what the last one wrote as output, by (input, output) names."""
         for name, output in pairs.items():
             self.arrays[name], self.new[output] = self.new[output], self.arrays[name]
+        vars(self).pop("_rows", None)
         self.step_binding.bind({n: self.arrays[n] for n in pairs}, {o: self.new[o] for o in pairs.values()})
 
-    def _write(self, cache: CacheEntry, place: np.ndarray, rows: np.ndarray) -> None:
-        """Put the new rows where they belong; a cache may have several entries a row, one for each head."""
-        whole, new = self.arrays[cache.name], self.new[f"{cache.name}.new"]
-        each = whole.shape[0] // len(place)
+    @cached_property
+    def _rows(self) -> list[list[_Row]]:
+        """The caches of full length, then those of each routed block: views made once, as a step has many."""
+        groups = [self.manifest.caches, *(r.caches for r in self.manifest.routing)]
+        return [
+            [_Row(c, self.arrays[c.name], self.new[f"{c.name}.new"], self.manifest.batch) for c in caches]
+            for caches in groups
+        ]
+
+
+class _Row:
+    """A cache and what a step adds to it, as views ``[B, entries, N, ..]`` and ``[B, entries, ..]``.
+
+    A cache may have several entries a row, one for each head.
+    """
+
+    def __init__(self, cache: CacheEntry, whole: np.ndarray, new: np.ndarray, batch: int) -> None:
+        each = whole.shape[0] // batch
         moved, fresh = np.moveaxis(whole, cache.dim, 1), np.moveaxis(new, cache.dim, 1)
-        for row in np.flatnonzero(rows):
-            part = slice(row * each, (row + 1) * each)
-            moved[part, place[row]] = fresh[part, 0]
+        self.whole = moved.reshape(batch, each, *moved.shape[1:], copy=False)
+        self.new = fresh.reshape(batch, each, *fresh.shape[1:], copy=False)[:, :, 0]
+
+
+def _write(rows: Sequence[_Row], which: np.ndarray, places: np.ndarray) -> None:
+    """Put the new rows where they belong."""
+    for row in which.tolist():
+        place = int(places[row])
+        for cache in rows:
+            cache.whole[row, :, place] = cache.new[row]
 
 
 def _zeros(value: Any) -> np.ndarray:
