@@ -194,4 +194,7 @@ def enliven(model: nn.Module, seed: int = 0) -> nn.Module:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
             elif float(parameter.abs().max()) <= 1e-3:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        for module in model.modules():  # many in a row would fade what they scale
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.weight is not None:
+                module.weight.fill_(1.0)
     return model
