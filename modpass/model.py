@@ -89,6 +89,21 @@ class RoutedModel(fx.GraphModule):
             block.generator = generator
         return self
 
+    def use_causal(self, on: bool = True) -> RoutedModel:
+        """Let routed blocks select causally in eval mode, as decode does; training mode keeps its own selection.
+
+        For models whose attention is causal, once routers or predictors were trained to say by themselves which
+        tokens top-k takes (``modpass.training.routing_losses``). ``save_pretrained`` keeps it.
+
+        Raises:
+            BlockError: a block's attention cannot be followed.
+        """
+        for block in self.routed_blocks.values():
+            if on:
+                block.ready_causal()
+            block.eval_selection = "causal" if on else None
+        return self
+
     def graphs(self) -> Iterator[fx.GraphModule]:
         """The model's own graph and that of each routed block's body."""
         yield self

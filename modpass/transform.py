@@ -42,6 +42,8 @@ def mod_transform(
     padding_mask: str = "attention_mask",
     parts: Parts = "block",
     check: bool | None = None,
+    predictor: bool = False,
+    checkpoint: bool = False,
     generator: torch.Generator | None = None,
 ) -> RoutedModel:
     """Turn a model into a Mixture-of-Depths model (arXiv 2404.02258); the model itself is left as it was.
@@ -60,11 +62,14 @@ def mod_transform(
         check: run blocks on the example inputs with their tokens permuted and some left out, and refuse one whose
             tokens meet outside attention. None: blocks that hold an operator unknown to modpass; True: every
             block; False: none, and unknown operators are refused.
+        predictor: give each routed block a small MLP that decides in its router's place under "causal"
+            selection; ``modpass.training.routing_losses`` trains it, without a gradient into the model.
+        checkpoint: run the body of a routed block again in the backward pass instead of keeping what it computed.
         generator: draws the noise of "stochastic".
 
     Returns:
         A graph module that is called like the model, shares its parameters by name and storage, and adds
-        ``<block>.router.weight`` of shape ``[D]`` to each routed block.
+        ``<block>.router.weight`` of shape ``[D]`` (and ``<block>.predictor.*``) to each routed block.
 
     Raises:
         InputError: an argument is not what is allowed.
@@ -88,7 +93,7 @@ def mod_transform(
     picked = _pick(found, every, blocks)
     capacities = _capacities(capacity, picked, found)
     settings: dict[str, Any] = {"capacity": capacities, "gate": gate, "selection": selection}
-    settings |= {"padding_mask": padding_mask, "parts": parts}
+    settings |= {"padding_mask": padding_mask, "parts": parts, "predictor": predictor}
     info = _info(traced, found, settings)
     mask = _PaddingMask(traced, padding_mask, found)
     keeper = _parameters(traced)
@@ -96,10 +101,12 @@ def mod_transform(
         traced.graph_module,
         picked,
         parts,
-        lambda plan: _routed_block(plan, capacities[plan.name], gate, selection),
+        lambda plan: _routed_block(plan, capacities[plan.name], gate, selection, predictor),
         mask,
     )
     result = _finish(traced, info, keeper)
+    for block in result.routed_blocks.values():
+        block.checkpoint = checkpoint
     return result.seed(generator)
 
 
@@ -261,7 +268,7 @@ def _translate(analysis: Analysis, env: Mapping[fx.Node, fx.Node]) -> Analysis:
     )
 
 
-def _routed_block(plan: _Plan, capacity: float, gate: str, selection: str) -> RoutedBlock:
+def _routed_block(plan: _Plan, capacity: float, gate: str, selection: str, predictor: bool) -> RoutedBlock:
     analysis, body = plan.analysis, plan.body
     switch_dropout(body.graph_module)
     body.graph_module.recompile()
@@ -275,6 +282,7 @@ def _routed_block(plan: _Plan, capacity: float, gate: str, selection: str) -> Ro
         gathers=[s.gather for s in body.sides],
         owned=body.owned,
         seq_dim=analysis.seq_dim if analysis.order is None else 1,
+        predictor=predictor,
         device=value_of(analysis.stream).device,
     )
     routed.order = analysis.order
