@@ -27,7 +27,7 @@ from modpass.tracing import Traced, capture
 
 __all__ = ["mod_transform", "trace"]
 
-Chosen = Iterable[str] | Callable[[Block], bool]
+Chosen = Iterable[str] | Callable[[Block], bool]  # a text is one name, or "auto"
 
 
 def mod_transform(
@@ -44,6 +44,8 @@ def mod_transform(
     check: bool | None = None,
     predictor: bool = False,
     checkpoint: bool = False,
+    budget: float | None = None,
+    calibration: Iterable[Any] | None = None,
     generator: torch.Generator | None = None,
 ) -> RoutedModel:
     """Turn a model into a Mixture-of-Depths model (arXiv 2404.02258); the model itself is left as it was.
@@ -52,7 +54,8 @@ def mod_transform(
         model: an ``nn.Module``, a ``torch.export.ExportedProgram`` or a ``torch.fx.GraphModule``.
         capacity: the share of the sequence that goes through a routed block, in (0, 1], or a share per block name.
         every: route every ``every``-th block of a stack, starting with the ``every``-th (the paper: 2).
-        blocks: names of blocks, or a predicate on the found blocks, instead of ``every``.
+        blocks: names of blocks, or a predicate on the found blocks, instead of ``every``. "auto": those that cost
+            least, with routers fitted, by ``modpass.training.calibrate``; needs ``budget`` and ``calibration``.
         gate: what the block's change is multiplied by: "linear" r = w . x (the paper), "sigmoid", or "unit" (1).
         selection: "expert_choice" (top-k of the router) or "stochastic" (top-k of noise, the paper's control).
         example_inputs: a tuple, a dict or ``(tuple, dict)``; may be left out where the model says what it takes.
@@ -65,6 +68,8 @@ def mod_transform(
         predictor: give each routed block a small MLP that decides in its router's place under "causal"
             selection; ``modpass.training.routing_losses`` trains it, without a gradient into the model.
         checkpoint: run the body of a routed block again in the backward pass instead of keeping what it computed.
+        budget: for "auto", the share of the dense model's operations that may remain.
+        calibration: for "auto", the batches to calibrate on.
         generator: draws the noise of "stochastic".
 
     Returns:
@@ -88,6 +93,15 @@ def mod_transform(
         raise InputError(f"every is {every!r}; it must be a whole number of 1 or more")
     if not isinstance(capacity, Mapping):
         check_capacity(capacity)
+    if (blocks == "auto") != (budget is not None) or (budget is None) != (calibration is None):
+        raise InputError('blocks="auto", budget= and calibration= belong together; give all three or none')
+    if budget is not None and calibration is not None:
+        from modpass.training.auto import route_within  # which needs this module
+
+        options: dict[str, Any] = {"gate": gate, "selection": selection, "example_inputs": example_inputs}
+        options |= {"padding_mask": padding_mask, "parts": parts, "check": check, "predictor": predictor}
+        options |= {"checkpoint": checkpoint, "generator": generator}
+        return route_within(model, calibration, budget, capacity, **options)
     traced = capture(model, example_inputs)
     found = with_part(locate(traced, check), parts)
     picked = _pick(found, every, blocks)
