@@ -48,6 +48,8 @@ class RoutedModel(fx.GraphModule):
     Parameters are shared with the original by name and storage.
     """
 
+    accepts_loss_kwargs = False  # says to Hugging Face's Trainer that a loss is a mean over its own batch
+
     def __init__(self, root: nn.Module | dict[str, Any], graph: fx.Graph, info: Info | str = "RoutedModel") -> None:
         if isinstance(info, Info):
             graph.set_codegen(CallCodeGen(info.call, info.out_spec))

@@ -2,6 +2,7 @@
 
 from modpass.training.calibration import BlockCalibration, Calibration, calibrate
 from modpass.training.distill import block_outputs, dense_mode, distillation_loss, hidden_losses, routers_only
+from modpass.training.huggingface import RoutingMixin, schedule_callback
 from modpass.training.losses import RoutingLosses, routing_losses
 from modpass.training.schedules import Schedule, capacity_schedule, gate_schedule
 from modpass.training.scores import cosine_change, first_token_orthogonality, hidden_norm, relative_change
@@ -12,6 +13,7 @@ __all__ = [
     "BlockStats",
     "Calibration",
     "RoutingLosses",
+    "RoutingMixin",
     "Schedule",
     "block_outputs",
     "calibrate",
@@ -28,4 +30,5 @@ __all__ = [
     "routing_losses",
     "routing_stats",
     "scalars",
+    "schedule_callback",
 ]
