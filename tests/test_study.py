@@ -92,6 +92,9 @@ def test_the_verdict_compares_the_best_of_each_kind() -> None:
 
     results = [result("a", 2.0), result("b", 1.5, width=16), result("c", 1.2, every=2), result("d", 1.8, every=2)]
     results += [result("e", 1.0, every=1), result("f", 2.4, every=2, selection="stochastic")]
+    assert verdict([*results[:2], result("g", 1.1, every=2, width=16), *results[2:]])["stochastic"] == pytest.approx(
+        2.0
+    )
     results[2].step_s, results[2].flops_per_step = 1.0, 5
     found = verdict(results)
     assert found == pytest.approx(
