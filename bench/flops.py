@@ -43,6 +43,8 @@ def count_flops(model: RoutedModel, inputs: Mapping[str, Tensor], blocks: Collec
         given = {name: fake.from_tensor(tensor) for name, tensor in inputs.items()}
         with recorded_choices() as choices:
             by_block.run(*model.info.call.bind(given))
+    for block in model.routed_blocks.values():
+        block.last = None  # made of fake tensors
     slots = {name: int(index_Bk.shape[1]) for name, index_Bk in choices.items()}
     return FlopCount(counter.get_total_flops(), dict(by_block.counts), slots)
 

@@ -7,6 +7,7 @@ import json
 from functools import cache
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from torch import Tensor
@@ -111,6 +112,22 @@ def test_exported_files_decide_as_the_forward_does(tmp_path: Path) -> None:
     assert 0 < found.statistics.skipped_share < 1
     block.predictor = None
     assert verify(routed, tmp_path / "model.onnx").choices["blocks.1"] < 1.0, "the router would have chosen the same"
+
+
+def test_in_half_precision_files_the_predictor_stays_in_float32(tmp_path: Path) -> None:
+    routed = tiny_decoder(True)
+    routed.routed_blocks["blocks.1"].predictor = Predictor(8)
+    export_decoder(routed, tmp_path / "decoder", prompt=6, max_sequence=LENGTH, dtype="float16")
+    for name in ("prefill.onnx", "decode.onnx"):
+        graph = onnx.load(tmp_path / "decoder" / name, load_external_data=False).graph
+        kinds = {t.name: t.data_type for t in graph.initializer}
+        own, others = set[int](), set[int]()
+        for node in (n for n in graph.node if n.op_type == "MatMul"):
+            inside = any(".predictor" in p.value for p in node.metadata_props if p.key.endswith("name_scopes"))
+            (own if inside else others).update(kinds[i] for i in node.input if i in kinds)
+        assert own == {onnx.TensorProto.FLOAT}
+        assert others == {onnx.TensorProto.FLOAT16}
+        assert kinds["blocks.1.router.weight"] == onnx.TensorProto.FLOAT
 
 
 def test_predictors_add_their_own_names_and_stay_in_float32() -> None:
