@@ -31,6 +31,9 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r".*(num|n)_.*layers|n_layers?|num_layers|.*_layers|.*depth|layers", LAYERS),
     # keys picked by a score of their own: all of them, as scores of zero tie and each runtime breaks ties its own way
     (r"index\w*_topk", POSITIONS),
+    # every how many layers one is of another kind, and which is the first
+    (r".*layer_period", 2),
+    (r".*layer_offset", 1),
     (r".*(experts_per_tok|experts_per_token|top_k|topk|topk_experts|experts_top_k|moe_k)", 2),
     (r"n_group|topk_group|num_expert_group", 1),
     (r".*experts?", 4),

@@ -9,6 +9,8 @@ __all__ = ["overrides_for"]
 _OVERRIDES: dict[str, dict[str, Any]] = {
     # state-space heads: heads * head width = expand * hidden width
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},
+    # which layers attend is said by number
+    "bamba": {"attn_layer_indices": [1, 3]},
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 1},
     # one local layer, then one global
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},

@@ -27,6 +27,7 @@ __all__ = ["Job", "run_jobs"]
 MEMORY_BYTES = 6 * 2**30
 # A limit on the clock would depend on what else runs; this many times as long it only ends what waits for ever.
 PATIENCE = 4
+STARTUP_S = 300.0  # on the clock, until a process says its first word: importing can be slow on a busy machine
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class _Running:
     process: Any
     receiver: Connection
     log: Path
+    patience: float
     deadline: float
     stage: str = "make"
     finished: bool = field(default=False)
@@ -52,7 +54,7 @@ class _Running:
 def run_jobs(jobs: Sequence[Job], at_once: int, timeout_s: float, preload: Sequence[str] = ()) -> Iterator[CoverageRow]:
     """Run the jobs, ``at_once`` at a time, and yield each row when it is done, whatever became of its process.
 
-    timeout_s: seconds of processor time for each; ``PATIENCE`` times as many on the clock.
+    timeout_s: seconds of processor time for each; ``PATIENCE`` times as many on the clock, from its first report on.
     preload: modules that the server imports before it forks.
     """
     context = multiprocessing.get_context("forkserver")
@@ -78,7 +80,7 @@ def _start(context: Any, job: Job, log: Path, timeout_s: float) -> _Running:
     process = context.Process(target=_child, args=(job, timeout_s, sender, str(log)), daemon=True)
     process.start()
     sender.close()
-    return _Running(job.row, process, receiver, log, time.monotonic() + PATIENCE * timeout_s)
+    return _Running(job.row, process, receiver, log, PATIENCE * timeout_s, time.monotonic() + STARTUP_S)
 
 
 def _settle(running: list[_Running]) -> list[_Running]:
@@ -97,6 +99,8 @@ def _receive(one: _Running) -> None:
     except EOFError:
         one.finished = True
         return
+    if one.patience:
+        one.deadline, one.patience = time.monotonic() + one.patience, 0.0
     if kind == "start":
         one.stage = value
     elif kind == "done":

@@ -188,19 +188,20 @@ class _Way:
     """One of our sessions, which decodes the same tokens again from the same state."""
 
     def __init__(self, folder: Path, ids: list[int], prompt: int, threads: int) -> None:
-        self.session = DecoderSession(folder, OnnxRuntimeBackend(threads))
+        self.backend = OnnxRuntimeBackend(threads)
+        self.session = DecoderSession(folder, self.backend)
         self.tokens, self.prompt = ids[prompt:], prompt
-        self.session.backend.prefill(np.array([ids[:prompt]]), np.array([prompt]))
+        self.backend.prefill(np.array([ids[:prompt]]), np.array([prompt]))
         for block in self.session.manifest.routing:  # room for every token that passes
-            count = self.session.backend.arrays[block.count]
+            count = self.backend.arrays[block.count]
             count[:] = np.clip(count, 0, max(0, block.slots - len(self.tokens)))
-        self.counts = {b.count: self.session.backend.arrays[b.count].copy() for b in self.session.manifest.routing}
+        self.counts = {b.count: self.backend.arrays[b.count].copy() for b in self.session.manifest.routing}
         self.statistics = Statistics()
 
     def run(self) -> None:
         """Step through the tokens."""
         for name, count in self.counts.items():
-            self.session.backend.arrays[name][:] = count
+            self.backend.arrays[name][:] = count
         for i, token in enumerate(self.tokens):
             self.session.step(np.array([token]), np.array([self.prompt + i]), self.statistics, np.array([True]))
 
@@ -214,7 +215,7 @@ def _bytes(routed: RoutedModel, ways: dict[str, _Way], skipped: float) -> tuple[
     caches = {n: w.session.cache_bytes for n, w in ways.items()}
     own = sum(
         a.nbytes for r in ways["routed"].session.manifest.routing for c in r.caches
-        for a in [ways["routed"].session.backend.arrays[c.name]]
+        for a in [ways["routed"].backend.arrays[c.name]]
     )  # fmt: skip
     dense = sum(seen.values()) - routers + caches["dense"] - _unread(routed)
     outside = sum(seen.values()) - within + caches["routed"] - own - _unread(routed)

@@ -36,7 +36,7 @@ class ConcatenatedCache:
 
     def step(self, token: int, position: int) -> np.ndarray:
         """One token; the whole caches that come out are the next step's input."""
-        logits = self.backend.step(np.full((1, 1), token), np.full(1, position))
+        logits = self.backend.compute(np.array([token]), np.array([position]), np.array([True]))
         self.backend.swap({c.name: f"{c.name}.present" for c in self.manifest.caches})
         return logits
 

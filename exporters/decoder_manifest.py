@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
-from modpass.decode import Cache, PrefillModel, Routing, StepModel
+from modpass.decode.block import Skipping
 from modpass.errors import StateError, VerificationError
+from modpass.exporters.reader import Reader
 from modpass.files import sha256, whole_file
 
-__all__ = ["FILE", "CacheEntry", "DecoderManifest", "RoutingEntry", "describe"]
+__all__ = ["FILE", "CacheEntry", "DecoderManifest", "Ports", "RoutingEntry"]
 
-FILE, SCHEMA = "decoder.json", 1
+FILE, SCHEMA = "decoder.json", 2
 FILES = ("prefill.onnx", "decode.onnx", "weights.bin")
+
+
+class Ports(NamedTuple):
+    """The shapes of a graph's inputs and outputs, by name."""
+
+    inputs: Mapping[str, tuple[int, ...]]
+    outputs: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -44,12 +52,15 @@ class DecoderManifest:
     """The facts about one decoder folder.
 
     tokens: the input for token ids; logits: the output with scores over the vocabulary; prompt: tokens that the
-    prefill graph reads at once; skipping: what a routed block does for a row that passes it by.
+    prefill graph reads at once; vocabulary: how many ids there are; dtype: of the weights; skipping: what a routed
+    block does for a row that passes it by.
     """
 
     batch: int
     prompt: int
     max_sequence: int
+    vocabulary: int
+    dtype: str
     skipping: str
     tokens: str
     logits: str
@@ -71,21 +82,17 @@ class DecoderManifest:
         """
         path = Path(folder, FILE)
         try:
-            raw: dict[str, Any] = json.loads(path.read_text())
-        except FileNotFoundError as e:
-            raise StateError(f"there is no '{path}'; modpass.exporters.export_decoder writes such a folder") from e
+            raw: Any = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError) as e:
+            raise StateError(
+                f"there is no '{path}', so '{folder}' is no decoder folder; 'modpass export-decoder' and "
+                f"modpass.exporters.export_decoder write one"
+            ) from e
         except (OSError, ValueError) as e:
             raise StateError(f"'{path}' cannot be read: {e}") from e
         if not isinstance(raw, dict) or raw.pop("schema", None) != SCHEMA:
             raise StateError(f"'{path}' has another schema than {SCHEMA}; export the model again")
-        try:
-            caches = tuple(map(_cache, raw.pop("caches")))
-            routing = tuple(
-                RoutingEntry(**{**r, "caches": tuple(map(_cache, r["caches"]))}) for r in raw.pop("routing")
-            )
-            return cls(**raw, caches=caches, routing=routing)
-        except (KeyError, TypeError) as e:
-            raise StateError(f"'{path}' is not complete: {e}; export the model again") from e
+        return _Reader(str(path)).manifest(raw)
 
     def check(self, folder: str | os.PathLike[str]) -> None:
         """Hash every file again.
@@ -103,31 +110,77 @@ class DecoderManifest:
             if sha256(path) != digest:
                 raise VerificationError(f"'{path}' is not the file that was exported; export the model again")
 
+    def all_caches(self) -> Iterator[CacheEntry]:
+        """The dense caches, then each routed block's."""
+        yield from self.caches
+        for block in self.routing:
+            yield from block.caches
 
-def _cache(raw: Mapping[str, Any]) -> CacheEntry:
-    return CacheEntry(raw["name"], tuple(raw["shape"]), raw["dim"])
+    def match(self, step: Ports, first: Ports) -> None:
+        """Compare with what the decode and the prefill graph take and return.
+
+        Raises:
+            StateError: they have no such name, or another shape.
+        """
+        state = {c.name: c.shape for c in self.all_caches()}
+        for block in self.routing:
+            state |= {block.count: (self.batch,), block.places: (self.batch, block.slots)}
+        new = [f"{n}.new" for n in (*(c.name for c in self.all_caches()), *(r.count for r in self.routing))]
+        given = {self.tokens: (self.batch, 1), "position": (self.batch,), **state}
+        prompt = {self.tokens: (self.batch, self.prompt), "length": (self.batch,)}
+        _same("decode", "takes", given, step.inputs)
+        _same("decode", "returns", dict.fromkeys([self.logits, *new]), step.outputs)
+        _same("prefill", "takes", prompt, first.inputs)
+        _same("prefill", "returns", {self.logits: None, **state}, first.outputs)
 
 
-def describe(
-    first: PrefillModel, step: StepModel, prompt: int, skipping: str, files: Mapping[str, str]
-) -> DecoderManifest:
-    """The manifest of two derived graphs."""
+def _same(graph: str, verb: str, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    for name, shape in wanted.items():
+        if name not in found:
+            raise StateError(f"{FILE} says that the {graph} graph {verb} '{name}', but it does not; export again")
+        if shape is not None and tuple(found[name]) != shape:
+            raise StateError(
+                f"{FILE} says that '{name}' of the {graph} graph is {list(shape)}, but it is {list(found[name])}; "
+                f"export again"
+            )
 
-    def entry(cache: Cache) -> CacheEntry:
-        return CacheEntry(cache.name, cache.shape, cache.dim)
 
-    def routing(r: Routing) -> RoutingEntry:
-        return RoutingEntry(r.block, r.slots, r.count, r.places, tuple(map(entry, r.caches)))
+class _Reader(Reader):
+    """Turns parsed JSON into a ``DecoderManifest``."""
 
-    info = step.info
-    return DecoderManifest(
-        info.batch,
-        prompt,
-        info.max_sequence,
-        skipping,
-        info.tokens[0].name,
-        "logits" if "logits" in info.model_outputs else info.model_outputs[0],
-        tuple(map(entry, info.dense_caches)),
-        tuple(map(routing, info.routing)),
-        files,
-    )
+    def manifest(self, raw: dict[str, Any]) -> DecoderManifest:
+        raw = dict(raw)
+        for name in ("batch", "prompt", "max_sequence", "vocabulary"):
+            if name in raw:
+                self.count(raw[name], name)
+        for name, read in (("caches", self.cache), ("routing", self.routing)):
+            if name in raw:
+                items = self.typed(raw[name], list, name)
+                raw[name] = tuple(read(item, f"{name}[{i}]") for i, item in enumerate(items))
+        found: DecoderManifest = self.build(
+            DecoderManifest, raw, "", dtype=str, skipping=str, tokens=str, logits=str, files=dict
+        )
+        for name, digest in found.files.items():
+            self.typed(digest, str, f"files['{name}']")
+        if found.skipping not in get_args(Skipping):
+            raise StateError(
+                f"the manifest '{self.path}': 'skipping' is '{found.skipping}', allowed are "
+                f"{', '.join(map(repr, get_args(Skipping)))}"
+            )
+        return found
+
+    def cache(self, raw: Any, where: str) -> CacheEntry:
+        shape = self.counts(self.typed(raw, dict, where).get("shape"), f"{where}.shape")
+        found: CacheEntry = self.build(CacheEntry, {**raw, "shape": shape}, where, name=str, dim=int)
+        if not 0 < found.dim < len(shape):
+            raise StateError(f"the manifest '{self.path}': '{where}.dim' is {found.dim}, no dim behind the first")
+        return found
+
+    def routing(self, raw: Any, where: str) -> RoutingEntry:
+        items = self.typed(self.typed(raw, dict, where).get("caches"), list, f"{where}.caches")
+        self.count(raw.get("slots"), f"{where}.slots")
+        caches = tuple(self.cache(item, f"{where}.caches[{i}]") for i, item in enumerate(items))
+        found: RoutingEntry = self.build(
+            RoutingEntry, {**raw, "caches": caches}, where, block=str, count=str, places=str
+        )
+        return found

@@ -6,11 +6,12 @@ import importlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from modpass.errors import StateError, VerificationError
+from modpass.exporters.reader import Reader
 from modpass.files import sha256, whole_file
 from modpass.version import __version__
 
@@ -172,24 +173,21 @@ def _without_unset(facts: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in facts.items() if v is not None or k not in optional}
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Turns parsed JSON into dataclasses and says in words where it does not fit."""
-
-    path: str
+class _Reader(Reader):
+    """Turns parsed JSON into a ``Manifest``."""
 
     def manifest(self, raw: dict[str, Any]) -> Manifest:
         raw = dict(raw)
         for name in ("inputs", "outputs"):
-            items = self._typed(raw.get(name, []), list, name)
+            items = self.typed(raw.get(name, []), list, name)
             raw[name] = tuple(self.tensor(item, f"{name}[{i}]") for i, item in enumerate(items))
-        blocks = self._typed(raw.get("routed_blocks", {}), dict, "routed_blocks")
+        blocks = self.typed(raw.get("routed_blocks", {}), dict, "routed_blocks")
         raw["routed_blocks"] = {n: self.routed(b, f"routed_blocks['{n}']") for n, b in blocks.items()}
         if raw.get("data") is not None:
-            raw["data"] = self._build(DataFile, raw["data"], "data", file=str, sha256=str)
+            raw["data"] = self.build(DataFile, raw["data"], "data", file=str, sha256=str)
             if Path(raw["data"].file).name != raw["data"].file:
                 raise StateError(f"the manifest '{self.path}': data.file must be a plain file name")
-        manifest: Manifest = self._build(
+        manifest: Manifest = self.build(
             Manifest,
             raw,
             "",
@@ -213,13 +211,13 @@ class _Reader:
         return manifest
 
     def tensor(self, raw: Any, where: str) -> TensorSpec:
-        shape = self._typed(self._typed(raw, dict, where).get("shape"), list, f"{where}.shape")
-        dims = tuple(self._typed(d, int, f"{where}.shape") for d in shape)
-        spec: TensorSpec = self._build(TensorSpec, {**raw, "shape": dims}, where, name=str, dtype=str)
+        shape = self.typed(self.typed(raw, dict, where).get("shape"), list, f"{where}.shape")
+        dims = tuple(self.typed(d, int, f"{where}.shape") for d in shape)
+        spec: TensorSpec = self.build(TensorSpec, {**raw, "shape": dims}, where, name=str, dtype=str)
         return spec
 
     def routed(self, raw: Any, where: str) -> RoutedSpec:
-        spec: RoutedSpec = self._build(
+        spec: RoutedSpec = self.build(
             RoutedSpec,
             raw,
             where,
@@ -231,30 +229,3 @@ class _Reader:
             indices=_TEXT_OR_NONE,
         )
         return spec
-
-    def _build(self, cls: type, raw: Any, where: str, **kinds: type | tuple[type, ...]) -> Any:
-        self._typed(raw, dict, where)
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(raw.keys() - known):
-            raise StateError(f"the manifest '{self.path}' has the unknown field '{_join(where, unknown[0])}'")
-        for name, kind in kinds.items():
-            if name in raw:
-                self._typed(raw[name], kind, _join(where, name))
-        try:
-            return cls(**raw)
-        except TypeError as e:
-            missing = str(e).partition("missing")[2] or str(e)
-            where = where or "fields"
-            raise StateError(f"the manifest '{self.path}' misses {where}: {missing.strip()}") from e
-
-    def _typed(self, value: Any, kind: type | tuple[type, ...], where: str) -> Any:
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        # bool is an int to isinstance, but never a size
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            wanted = " or ".join("null" if k is type(None) else k.__name__ for k in kinds)
-            raise StateError(f"the manifest '{self.path}': '{where}' must be {wanted}, found {value!r}")
-        return value
-
-
-def _join(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name

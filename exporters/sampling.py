@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Integral, Real
+from typing import Any
+
 import numpy as np
 
 from modpass.errors import InputError
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "is_whole"]
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number of Python or numpy; true and false are none.
+
+    >>> is_whole(3), is_whole(np.int64(3)), is_whole(3.0), is_whole(True)
+    (True, True, False, False)
+    """
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 class Sampler:
@@ -30,12 +47,14 @@ class Sampler:
         top_p: float | None = None,
         seed: int | None = None,
     ) -> None:
-        if not temperature >= 0:
-            raise InputError(f"temperature is {temperature}; it must be 0 (the likeliest token) or above")
-        if top_k is not None and top_k < 1:
-            raise InputError(f"top_k is {top_k}; it must be 1 or more")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise InputError(f"top_p is {top_p}; it must be in (0, 1]")
+        if not (_is_real(temperature) and 0 <= temperature < math.inf):
+            raise InputError(f"temperature is {temperature!r}; it must be 0 (the likeliest token) or a number above")
+        if top_k is not None and not (is_whole(top_k) and top_k >= 1):
+            raise InputError(f"top_k is {top_k!r}; it must be None (all tokens) or a whole number of 1 or more")
+        if top_p is not None and not (_is_real(top_p) and 0 < top_p <= 1):
+            raise InputError(f"top_p is {top_p!r}; it must be None (all tokens) or a number in (0, 1]")
+        if seed is not None and not (is_whole(seed) and seed >= 0):
+            raise InputError(f"seed is {seed!r}; it must be None (draws differ) or a whole number of 0 or more")
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.generator = np.random.default_rng(seed)
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from modpass.errors import InputError
 from modpass.exporters.backend import Backend, OnnxRuntimeBackend
-from modpass.exporters.decoder_manifest import CacheEntry, DecoderManifest
+from modpass.exporters.backends import backend_named
+from modpass.exporters.decoder_manifest import DecoderManifest
+from modpass.exporters.request import Stream, check_request
 from modpass.exporters.sampling import Sampler
 
 __all__ = ["DecoderSession", "Generation", "Statistics"]
-
-Stream = Callable[[int, int], None]
 
 
 @dataclass
@@ -59,10 +58,12 @@ class DecoderSession:
 
     Args:
         directory: the folder; its files are hashed before they are loaded.
-        backend: what runs the graphs; ONNX Runtime on the CPU by default.
+        backend: what runs the graphs, or the name of it (``BACKENDS``); ONNX Runtime on the CPU by default.
 
     Raises:
         StateError: it is no such folder.
+        InputError: there is no such backend, or no GPU for it.
+        MissingExtraError: the backend needs a package that is not installed.
         VerificationError: a file is missing or is not the one that was exported.
 
     >>> import tempfile
@@ -74,20 +75,17 @@ class DecoderSession:
     3
     """
 
-    def __init__(self, directory: str | os.PathLike[str], backend: Backend | None = None) -> None:
+    def __init__(self, directory: str | os.PathLike[str], backend: Backend | str | None = None) -> None:
         folder = Path(directory)
         self.manifest = DecoderManifest.load(folder)
+        self.backend = backend_named(backend) if isinstance(backend, str) else backend or OnnxRuntimeBackend()
         self.manifest.check(folder)
-        self.backend = backend or OnnxRuntimeBackend()
         self.backend.open(folder, self.manifest)
 
     @property
     def cache_bytes(self) -> int:
         """The memory of all caches."""
-        return sum(self.backend.arrays[c.name].nbytes for c in self._caches())
-
-    def _caches(self) -> list[CacheEntry]:
-        return [*self.manifest.caches, *(c for r in self.manifest.routing for c in r.caches)]
+        return sum(self.backend.arrays[c.name].nbytes for c in self.manifest.all_caches())
 
     def generate(
         self,
@@ -113,10 +111,12 @@ class DecoderSession:
             stream: is called with (row, token) as tokens come.
 
         Raises:
-            InputError: no prompt, too many, an empty one, or one that leaves no room in the caches.
+            InputError: an argument of a wrong type or value; no prompt, too many, an empty one, one with ids that the
+                model does not have, or one that leaves no room in the caches.
         """
-        self._check(prompts, max_new_tokens)
         sampler = Sampler(temperature, top_k, top_p, seed)
+        check_request(self.manifest, prompts, max_new_tokens, stop, stream)
+        last = set(stop)
         statistics = Statistics(cache_bytes=self.cache_bytes)
         rows = [list(p) for p in prompts]
         logits, position = self._read(rows, statistics)
@@ -131,30 +131,13 @@ class DecoderSession:
                     statistics.tokens += 1
                     if stream is not None:
                         stream(row, token)
-                    done[row] = token in stop
+                    done[row] = token in last
             if all(done) or step == max_new_tokens - 1 or int(position.max()) >= self.manifest.max_sequence:
                 break
             logits = self.step(np.resize(chosen, self.manifest.batch), position, statistics, ~np.array(done))
             position += 1
         statistics.decode_seconds = time.perf_counter() - started
         return Generation(made, statistics)
-
-    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        limit = self.manifest
-        if not 1 <= len(prompts) <= limit.batch:
-            raise InputError(f"{len(prompts)} prompts were given; this decoder takes 1 to {limit.batch}")
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
-        for row, prompt in enumerate(prompts):
-            if not isinstance(prompt, Sequence) or not all(isinstance(t, int | np.integer) and t >= 0 for t in prompt):
-                raise InputError(f"prompt {row} is {prompt!r}; give a list of token ids, whole numbers of 0 or more")
-            if not len(prompt):
-                raise InputError(f"prompt {row} is empty; give at least one token")
-            if len(prompt) + max_new_tokens > limit.max_sequence:
-                raise InputError(
-                    f"prompt {row} has {len(prompt)} tokens and {max_new_tokens} more are asked for; the caches hold "
-                    f"{limit.max_sequence} (export with a larger max_sequence, or ask for fewer)"
-                )
 
     def _read(self, rows: list[list[int]], statistics: Statistics) -> tuple[np.ndarray, np.ndarray]:
         """Prefill with the beginning of each prompt, step through what is left over."""
@@ -165,7 +148,7 @@ class DecoderSession:
         length = np.array([min(len(r), limit) for r in filled], np.int64)
         for i, row in enumerate(filled):
             ids[i, : length[i]] = row[: length[i]]
-        logits = self.backend.prefill(ids, length)
+        logits = self.backend.prefill(ids, length)[:, : self.manifest.vocabulary]
         position = length.copy()
         longest = max(len(r) for r in filled)
         kept = logits.copy()
@@ -180,29 +163,12 @@ class DecoderSession:
 
     def step(self, tokens: np.ndarray, position: np.ndarray, statistics: Statistics, active: np.ndarray) -> np.ndarray:
         """One token a row; rows that are not active leave no trace in the caches."""
-        at = np.minimum(position, self.manifest.max_sequence - 1)
-        logits = self.backend.step(tokens.reshape(-1, 1), at)
         live = np.zeros(self.manifest.batch, bool)
         live[: len(active)] = active
-        for cache in self.manifest.caches:
-            self._write(cache, at, live)
-        for block in self.manifest.routing:
-            count, new = self.backend.arrays[block.count], self.backend.new[f"{block.count}.new"]
-            taken = (new > count) & live
-            statistics.decisions += int(live.sum())
-            statistics.skipped += int(live.sum() - taken.sum())
-            for cache in block.caches:
-                self._write(cache, count, taken)
-            self.backend.arrays[block.places][taken, count[taken]] = at[taken]
-            count[taken] += 1
+        at = np.minimum(position, self.manifest.max_sequence - 1)
+        logits, taken = self.backend.step(tokens, at, live)
+        decisions = int(live.sum()) * len(self.manifest.routing)
+        statistics.decisions += decisions
+        statistics.skipped += decisions - taken
         statistics.steps += 1
-        return logits
-
-    def _write(self, cache: CacheEntry, place: np.ndarray, rows: np.ndarray) -> None:
-        """Put the new rows where they belong; a cache may have several entries a row, one for each head."""
-        whole, new = self.backend.arrays[cache.name], self.backend.new[f"{cache.name}.new"]
-        each = whole.shape[0] // len(place)
-        moved, fresh = np.moveaxis(whole, cache.dim, 1), np.moveaxis(new, cache.dim, 1)
-        for row in np.flatnonzero(rows):
-            part = slice(row * each, (row + 1) * each)
-            moved[part, place[row]] = fresh[part, 0]
+        return logits[:, : self.manifest.vocabulary]

@@ -12,9 +12,11 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.utils._sympy.functions import Min
 
 from modpass.functional import Gather
 from modpass.mixing import LAYOUT, Unknown, is_pointwise, mixing_reason, name_of
+from modpass.sparse import picks_keys
 from modpass.symbols import Expr, hint_of, shape_of, value_of
 
 __all__ = ["Analysis", "Refusal", "Sizes", "analyse", "gather_of", "is_uniform", "merges_rows"]
@@ -81,7 +83,9 @@ class Sizes:
         return int(extra) if extra.is_Integer and extra > 0 else 0
 
     def is_parametric(self, size: Expr) -> bool:
-        """Whether a size shrinks with the chosen tokens: free of S, or a multiple of it."""
+        """Whether a size shrinks with the chosen tokens: free of S, a multiple of it, or S up to a limit."""
+        if isinstance(size := self.canonical(size), Min):
+            return all(arg.is_Integer or arg == SEQUENCE for arg in size.args)
         return SEQUENCE not in (self.canonical(size) / SEQUENCE).free_symbols or not self.carries(size)
 
 
@@ -141,6 +145,8 @@ def analyse(nodes: list[fx.Node]) -> Analysis:
     for node in (n for n in found.tokens if n not in made):
         _check_sizes(node, sizes)
         reason = mixing_reason(node, sizes.carries, sizes.is_batch) or merges_rows(node, sizes)
+        if picks_keys(node, sizes.carries):
+            reason = None
         if isinstance(reason, Unknown):
             found.unknown.append(node)
         elif reason:

@@ -66,6 +66,7 @@ _REDUCES = {
     "argsort",
 }
 _PLACES = {"argmax", "argmin", "topk", "sort", "argsort"}  # what they return is a place among the keys
+_BLANK = {"new_ones", "new_zeros", "new_full", "zeros_like", "ones_like", "full_like"}
 _ORDERED = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "roll"}
 # Elementwise in fact, without the tag that says so.
 _POINTWISE = {
@@ -109,7 +110,7 @@ def mixing_reason(node: fx.Node, carries: Carries, batched: Carries) -> Reason:
     ``carries`` tells whether a size counts tokens, ``batched`` whether it counts rows of the batch alone.
     """
     name = name_of(node)
-    if is_pointwise(node) or name == "scaled_dot_product_attention":
+    if is_pointwise(node) or name in _BLANK or name == "scaled_dot_product_attention":
         return None
     if name in _MOVES:
         return _cuts(node, carries) or _pads(node, carries) or _reshapes(node, carries)

@@ -208,6 +208,7 @@ def hidden_keys(chosen: list[list[int]], sequence: int) -> Iterator[None]:
         seen[b] = torch.eye(sequence, dtype=torch.bool)
         seen[b][:, positions] = True
     attention, softmax, logsumexp = F.scaled_dot_product_attention, torch.softmax, torch.logsumexp
+    topk = torch.topk
 
     def visible(shape: torch.Size) -> Tensor:
         rows = seen if len(shape) == 3 else seen.view(len(chosen), *[1] * (len(shape) - 3), sequence, sequence)
@@ -248,6 +249,12 @@ def hidden_keys(chosen: list[list[int]], sequence: int) -> Iterator[None]:
             input = input.masked_fill(~visible(input.shape), -math.inf)
         return logsumexp(input, dim, keepdim)
 
+    def masked_topk(input: Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
+        """Keys that attention picks by rank are picked among those that are seen."""
+        if input.shape[-2:] == (sequence, sequence) and input.dim() >= 3 and dim in (-1, input.dim() - 1):
+            input = input.masked_fill(~visible(input.shape), -math.inf)
+        return topk(input, k, dim, *args, **kwargs)
+
     def only_visible(left: Any) -> Any:
         """Weights that no softmax made (linear, relu or kernel attention) give hidden keys nothing either."""
         scores = isinstance(left, Tensor) and left.dim() >= 3 and left.shape[-2:] == (sequence, sequence)
@@ -263,6 +270,8 @@ def hidden_keys(chosen: list[list[int]], sequence: int) -> Iterator[None]:
         mock.patch.object(F, "softmax", masked_softmax),
         mock.patch.object(torch, "softmax", masked_softmax),
         mock.patch.object(Tensor, "softmax", masked_softmax),
+        mock.patch.object(torch, "topk", masked_topk),
+        mock.patch.object(Tensor, "topk", masked_topk),
     ):
         for holder, name in itertools.product((torch, Tensor), ("matmul", "bmm")):
             products.enter_context(mock.patch.object(holder, name, masked_product(getattr(holder, name))))

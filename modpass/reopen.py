@@ -16,7 +16,7 @@ from modpass.errors import TraceError
 from modpass.mixing import name_of
 from modpass.normalise import normalise
 from modpass.runs import Runs
-from modpass.tracing import Traced, export_program
+from modpass.tracing import Traced, experts_per_token, export_program
 
 __all__ = ["Reopened", "Reopener"]
 
@@ -51,7 +51,8 @@ class Reopener:
         block = self.traced.module.get_submodule(name.partition("@")[0])
         args, kwargs = self.runs.plain.calls[name]
         try:
-            graph_module = export_program(block, args, kwargs).module(check_guards=False)
+            with experts_per_token(self.traced.module):
+                graph_module = export_program(block, args, kwargs).module(check_guards=False)
             normalise(graph_module.graph)
         except TraceError as e:
             raise Refusal(f"its sequence is fixed to {fixed.sizes.sequence} and it cannot be traced alone: {e}") from e

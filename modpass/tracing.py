@@ -19,7 +19,7 @@ from modpass.errors import InputError, TraceError
 from modpass.inputs import as_named, widen
 from modpass.normalise import normalise
 
-__all__ = ["Traced", "capture", "export_program"]
+__all__ = ["Traced", "capture", "experts_per_token", "export_program"]
 
 
 @dataclass
@@ -73,7 +73,7 @@ def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """
     before = {m: m.training for m in model.modules()}
     try:
-        with _experts_per_token(model), _without_cache(model):
+        with experts_per_token(model), _without_cache(model):
             program = _export(model.eval(), args, kwargs)
             if any(_mutates(n) for n in program.graph.nodes):
                 return _without_writes(program, type(model).__name__)  # which would take dropout apart as well
@@ -188,7 +188,7 @@ def _plain_attention() -> Iterator[None]:
 
 
 @contextmanager
-def _experts_per_token(model: nn.Module) -> Iterator[None]:
+def experts_per_token(model: nn.Module) -> Iterator[None]:
     """Let Hugging Face mixtures of experts multiply token by token while tracing.
 
     Their default sorts the token-expert pairs of the whole batch and calls an operator that no exporter knows.

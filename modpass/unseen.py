@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from modpass.analysis import Sizes
 from modpass.mixing import SOFTMAX, name_of
 from modpass.record import Recorder
+from modpass.sparse import is_pick
 from modpass.symbols import Expr, shape_of, value_of
 
 __all__ = ["UnseenRunner"]
@@ -41,6 +42,8 @@ class UnseenRunner(Recorder):
             args, kwargs = (), self._attention(target, args, kwargs)
         elif name in SOFTMAX and self.seen_Bk is not None:
             args = (self._scores(*args[:2]), *args[1:])
+        elif is_pick(self.node, self.sizes.carries) and self.seen_Bk is not None:
+            args = (self._scores(args[0], -1), *args[1:])
         return super().call_function(target, args, kwargs)
 
     def _attention(self, target: Any, args: Any, kwargs: Any) -> dict[str, Any]:

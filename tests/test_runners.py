@@ -1,4 +1,4 @@
-"""Rows of runners that run, that cannot and that fail; binding of TensorRT engines."""
+"""Rows of runners that run, that cannot and that fail; TensorRT engines and their memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from bench_decoder import Counting
 from torch import Tensor
 
 from modpass.bench import RUNNERS, Plan, Row, Runner, measure, runners_named
-from modpass.bench.tensorrt_runner import bind
+from modpass.bench.tensorrt_runner import memory
 from modpass.errors import BuildError, InputError
+from modpass.exporters import trt_api
+from modpass.exporters.engine import Engine
 
 
 def measured(runner: Runner, folder: Path) -> Row:
@@ -75,7 +77,7 @@ class TestRunners:
 class FakeEngine:
     """Two inputs and an output, as TensorRT's ``ICudaEngine`` and ``IExecutionContext`` tell of them."""
 
-    tensors = (
+    tensors: tuple[tuple[str, str, str, tuple[int, ...]], ...] = (
         ("ids", "INPUT", "INT64", (1, 3)),
         ("scale", "INPUT", "HALF", (1,)),
         ("logits", "OUTPUT", "FLOAT", (1, 3, 5)),
@@ -84,6 +86,9 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.addresses: dict[str, int] = {}
+
+    def create_execution_context(self) -> FakeEngine:
+        return self
 
     def get_tensor_name(self, i: int) -> str:
         return self.tensors[i][0]
@@ -104,33 +109,71 @@ class FakeEngine:
         self.addresses[name] = address
         return True
 
+    def execute_async_v3(self, stream: int) -> bool:
+        return stream == 0
 
-class TestEngineBinding:
-    module = SimpleNamespace(TensorIOMode=SimpleNamespace(INPUT="INPUT"))
+
+class TestEngine:
     inputs: Mapping[str, Tensor] = {"ids": torch.tensor([[1, 2, 3]]), "scale": torch.ones(1)}
 
-    def test_every_tensor_gets_memory_of_its_own_dtype_and_shape(self) -> None:
-        engine = FakeEngine()
-        tensors = bind(self.module, engine, engine, self.inputs, "cpu")
+    @pytest.fixture
+    def fake(self) -> FakeEngine:
+        return FakeEngine()
+
+    @pytest.fixture
+    def engine(self, fake: FakeEngine, tmp_path: Path) -> Engine:
+        return self.read(fake, tmp_path)
+
+    def read(self, fake: FakeEngine | None, folder: Path) -> Engine:
+        (folder / "m.engine").write_bytes(b"plan")
+        runtime = SimpleNamespace(deserialize_cuda_engine=lambda plan: fake)
+        module = SimpleNamespace(
+            TensorIOMode=SimpleNamespace(INPUT="INPUT"), Runtime=lambda logger: runtime, __version__="10.9"
+        )
+        return Engine(trt_api.TensorRT(trt_api.FLAVORS["tensorrt"], module, None, trt_api.Log()), folder / "m.engine")
+
+    def test_every_tensor_gets_memory_of_its_own_dtype_and_shape(self, engine: Engine, fake: FakeEngine) -> None:
+        tensors = memory(engine, self.inputs, "cpu")
         assert {n: t.dtype for n, t in tensors.items()} == {
             "ids": torch.int64,
             "scale": torch.float16,
             "logits": torch.float32,
         }
         assert tensors["logits"].shape == (1, 3, 5)
-        assert engine.addresses == {n: t.data_ptr() for n, t in tensors.items()}
+        engine.bind(tensors)
+        assert fake.addresses == {n: t.data_ptr() for n, t in tensors.items()}
 
-    def test_an_input_that_is_not_given_is_named(self) -> None:
-        engine = FakeEngine()
+    def test_an_input_that_is_not_given_is_named(self, engine: Engine) -> None:
         with pytest.raises(BuildError, match="has the input 'scale', which is not given: ids"):
-            bind(self.module, engine, engine, {"ids": self.inputs["ids"]}, "cpu")
+            memory(engine, {"ids": self.inputs["ids"]}, "cpu")
+        with pytest.raises(BuildError, match="has 'scale', which is not given: ids"):
+            engine.bind({"ids": self.inputs["ids"]})
+
+    def test_memory_of_another_shape_or_dtype_is_refused(self, engine: Engine) -> None:
+        tensors = memory(engine, self.inputs, "cpu")
+        with pytest.raises(BuildError, match=r"'ids' of the engine is \[1, 3\] of torch.int64; given is \[1, 2\]"):
+            engine.bind({**tensors, "ids": tensors["ids"][:, :2]})
+        with pytest.raises(BuildError, match=r"given is \[1\] of torch.float32"):
+            engine.bind({**tensors, "scale": torch.ones(1)})
+
+    def test_a_plan_that_is_not_read_or_not_run_is_our_error(self, engine: Engine, tmp_path: Path) -> None:
+        with pytest.raises(BuildError, match=r"TensorRT 10.9 made no engine of '.*m.engine': it gave no reason"):
+            self.read(None, tmp_path)
+        with pytest.raises(BuildError, match="made no run of"):
+            engine.run(7)
+
+    def test_a_dtype_that_torch_lacks_is_refused(self, fake: FakeEngine, tmp_path: Path) -> None:
+        fake.tensors = (("ids", "INPUT", "INT4", (1, 3)), *fake.tensors[1:])
+        with pytest.raises(BuildError, match="'ids' of the engine is INT4, which torch has no tensors of"):
+            self.read(fake, tmp_path)
 
     def test_the_names_it_relies_on_are_those_of_tensorrt(self) -> None:
         trt = pytest.importorskip("tensorrt_rtx")
         for name in ("get_tensor_name", "get_tensor_mode", "get_tensor_dtype", "get_tensor_shape"):
             assert hasattr(trt.ICudaEngine, name)
         assert hasattr(trt.ICudaEngine, "device_memory_size_v2")
-        assert hasattr(trt.IExecutionContext, "set_tensor_address")
-        assert hasattr(trt.IExecutionContext, "execute_async_v3")
+        for name in ("set_tensor_address", "execute_async_v3", "is_stream_capturable"):
+            assert hasattr(trt.IExecutionContext, name)
+        assert hasattr(trt.Runtime, "deserialize_cuda_engine")
         assert {"FLOAT", "HALF", "BF16", "INT64", "INT32", "BOOL"} <= trt.DataType.__members__.keys()
         assert "INPUT" in trt.TensorIOMode.__members__

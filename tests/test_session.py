@@ -174,3 +174,13 @@ def test_drawing_keeps_to_the_likeliest() -> None:
     assert draws(top_p=0.79) == {0, 1}
     assert draws(top_p=0.4) == {0}
     assert int(Sampler()(logits)[0]) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_that_are_not_used_take_no_place_from_the_living(rows: int, tmp_path: Path) -> None:
+    """Two of four rows go through a block at once: up to two prompts lose nothing to the rows that fill the batch."""
+    model = causal("inner-rotary", 0.5)
+    export_decoder(model, tmp_path / "d", batch=4, prompt=6, max_sequence=LENGTH, skipping="batch_capacity")
+    found = DecoderSession(tmp_path / "d").generate(PROMPTS[:rows], 12)
+    assert found.tokens == [greedy(model, p, 12) for p in PROMPTS[:rows]]
+    assert 0 < found.statistics.skipped < found.statistics.decisions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -28,6 +28,14 @@ TopP = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option("--seed", show_default="none", help="Makes draws repeatable.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template.")]
+BackendOption = Annotated[
+    Literal["onnxruntime", "onnxruntime-cuda", "tensorrt-rtx", "tensorrt"],
+    typer.Option(
+        "--backend",
+        help="What runs the graphs: ONNX Runtime on the processor or on a GPU (pip install 'modpass[gpu]'), or the "
+        "engines of 'modpass build MODEL_DIR'.",
+    ),
+]
 
 
 def command(
@@ -39,15 +47,18 @@ def command(
     top_p: TopP = None,
     seed: Seed = None,
     chat: Chat = False,
+    backend: BackendOption = "onnxruntime",
 ) -> None:
     """Continue PROMPT with an exported decoder.
 
     Text comes as it is made; at the end it says how fast it went and how often routed blocks were skipped.
     """
+    from modpass.exporters.decoder_manifest import DecoderManifest
     from modpass.exporters.session import DecoderSession
 
+    DecoderManifest.load(folder)  # a folder of another kind is refused for that, not for its lack of a tokenizer
     tokenizer = _tokenizer(folder)
-    session = DecoderSession(folder)
+    session = DecoderSession(folder, backend)
     ids = _encode(tokenizer, prompt, chat)
     stream = TextStream(tokenizer, sys.stdout)
     stop = [i for i in [tokenizer.eos_token_id] if i is not None]
@@ -60,7 +71,10 @@ def command(
     text = f"{s.tokens} tokens, {s.tokens_per_second:.1f} tokens/s after a prefill of {s.prefill_seconds:.2f} s"
     if s.decisions:
         text += f"; {s.skipped_share:.0%} of routed blocks skipped"
-    print(f"{text}; caches {mebibytes(s.cache_bytes)}", file=sys.stderr)
+    text += f"; caches {mebibytes(s.cache_bytes)}"
+    if (reason := getattr(session.backend, "uncaptured", None)) is not None:
+        text += f"; no CUDA graph of a step: {reason}"
+    print(text, file=sys.stderr)
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -12,6 +12,7 @@ from modpass.analysis import SEQUENCE, Refusal, Sizes, canonical_arguments, merg
 from modpass.attention import Attention, arguments_of, find_attention
 from modpass.decode.attend import attend, hide_later, join_scores, weigh
 from modpass.decode.caches import Cut, cut_at, spreads_heads
+from modpass.decode.names import free_placeholder
 from modpass.decode.worlds import is_size, size_at
 from modpass.mixing import SOFTMAX, mixing_reason, name_of
 from modpass.symbols import expr_of, shape_of, value_of
@@ -67,7 +68,7 @@ class StepCopy:
             for kind, end in (("key", attention.keys), ("value", attention.values)):
                 node, dim = self.cut[end].node, self.cut[end].dim
                 if node not in self.cached:
-                    place = self.graph.placeholder(f"cache_{len(self.caches)}")
+                    place = free_placeholder(self.graph, f"cache_{len(self.caches)}")
                     self.cached[node] = place
                     self.caches.append(CacheSpec(node, kind, self._cache_shape(node, dim), dim, place))
 

@@ -9,15 +9,18 @@ from torch import Tensor, nn
 from modpass.model import RoutedModel
 from modpass.transform import mod_transform, trace
 
-__all__ = ["tiny_decoder"]
+__all__ = ["Block", "tiny_decoder"]
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
+    """Attention of width 8 in two heads, by the fused operator."""
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The stream ``[B, S, 8]`` with what attention adds."""
         q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = x + self.out(y.transpose(1, 2).flatten(2))
@@ -28,7 +31,7 @@ class _Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 8)
-        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)

@@ -159,6 +159,7 @@ class StepModel(_Derived):
         info, wide = self.info, torch.int64
         given = {t.name: t for t in info.tokens}
         given["position"] = TensorInput("position", (info.batch,), wide)
+        given["live"] = TensorInput("live", (info.batch,), torch.bool)
         given |= {c.name: TensorInput(c.name, c.shape, c.dtype) for c in self.caches}
         for r in info.routing:
             given[r.count] = TensorInput(r.count, (info.batch,), wide)
@@ -188,11 +189,12 @@ class StepModel(_Derived):
         """Step once: returns the model's outputs for these tokens, and writes ``state`` in place.
 
         inputs: the tokens ``[B, 1]`` and masks by name; position: ``[B]``, where each token stands in its row.
+        ``live`` ``[B]``, where the step takes it, may be left out: every row is live.
 
         Raises:
             InputError: an input is missing.
         """
-        given = {**inputs, "position": position, **state}
+        given = {"live": torch.ones_like(position, dtype=torch.bool), **inputs, "position": position, **state}
         missing = [n for n in self.input_names if n not in given]
         if missing:
             raise InputError(f"input '{missing[0]}' is missing; the step takes: {', '.join(self.input_names)}")

@@ -65,7 +65,7 @@ def open_model(model: nn.Module | ExportedProgram, batch: int, dims: Mapping[str
     counted = [placeholders[n] for n, found in named.items() if "sequence" in found]
     whole = [n for n in counted if _is_whole(graph, n, sizes)]
     tokens = [n for n in counted if n not in whole]
-    for name in ("position", "length"):
+    for name in ("position", "length", "live"):
         if name in named:
             raise InputError(
                 f"the model has an input called '{name}', a name that decode needs; trace it under another"

@@ -18,6 +18,7 @@ from modpass.causal import dependent
 from modpass.decode.caches import Cut, cut_at, named
 from modpass.decode.causality import check_causal, check_length
 from modpass.decode.model import Cache, PrefillModel, StepInfo, TensorInput
+from modpass.decode.names import free_placeholder, free_stem
 from modpass.decode.outer import Outer, open_model, whole_numbers
 from modpass.decode.prefill_block import PrefillBlock
 from modpass.decode.worlds import is_size, size_at
@@ -92,6 +93,7 @@ class _Prefill:
         self.inputs: list[TensorInput] = []
         self.blocks: list[tuple[PrefillBlock, fx.Node]] = []
         self.ones: dict[str, Tensor] = {}
+        self.stem = free_stem(outer.model, "prefill")
         for node in outer.graph.nodes:
             if node.op == "placeholder":
                 self._input(node, padding)
@@ -103,14 +105,15 @@ class _Prefill:
 
     def _placeholder(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
         self.inputs.append(TensorInput(name, shape, dtype))
-        return self.graph.placeholder(name.replace(".", "_"))
+        return free_placeholder(self.graph, name)
 
     def _input(self, node: fx.Node, padding: bool) -> None:
         name, dtype = str(node.target), value_of(node).dtype
         shape = tuple(self._size(s) for s in shape_of(value_of(node)))
         if node in self.outer.whole and not padding and name in self.outer.model.info.call.optional:
-            self.ones[f"ones_{len(self.ones)}"] = torch.ones(shape, dtype=dtype)
-            self.env[node] = self.graph.get_attr(f"ones_{len(self.ones) - 1}")
+            held = f"{free_stem(self.outer.model, 'ones')}_{len(self.ones)}"
+            self.ones[held] = torch.ones(shape, dtype=dtype)
+            self.env[node] = self.graph.get_attr(held)
         else:
             self.env[node] = self._placeholder(name, shape, dtype)
 
@@ -171,7 +174,7 @@ class _Prefill:
             raise Refusal(f"the submodule '{node.target}' is no routed block")
         made = PrefillBlock(block, self.max_sequence, self.outer.known)
         stream, keep, *sides = (None if a is None else self._value(a) for a in node.args)  # type: ignore[arg-type]
-        call = self.graph.call_module(f"prefill_{len(self.blocks)}", (stream, keep, self.length, *sides))
+        call = self.graph.call_module(f"{self.stem}_{len(self.blocks)}", (stream, keep, self.length, *sides))
         self.blocks.append((made, call))
         return self.graph.call_function(operator.getitem, (call, 0))
 
@@ -201,7 +204,7 @@ class _Prefill:
         self.graph.output(tuple(results))
         names = tuple(self.outer.model.output_names[: len(leaves)])
         info = StepInfo(self.outer.rows, self.max_sequence, tuple(self.inputs), tuple(caches), tuple(routing), names)
-        modules = {f"prefill_{i}": b for i, (b, _) in enumerate(self.blocks)}
+        modules = {f"{self.stem}_{i}": b for i, (b, _) in enumerate(self.blocks)}
         return PrefillModel.build(self.outer.model, self.graph, info, self.ones, modules)
 
     def _result(self, node: fx.Node) -> Any:

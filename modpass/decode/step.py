@@ -19,6 +19,7 @@ from modpass.decode.caches import named
 from modpass.decode.causality import check_causal, check_length
 from modpass.decode.copy import StepCopy
 from modpass.decode.model import Cache, Routing, StepInfo, StepModel, TensorInput
+from modpass.decode.names import free_placeholder, free_stem
 from modpass.decode.outer import Outer, open_model, whole_numbers
 from modpass.decode.rows import Rows
 from modpass.decode.worlds import FullLength
@@ -47,7 +48,8 @@ def decode_step(
         max_sequence: tokens that the caches hold; a routed block's cache holds its capacity of them.
         skipping: what a routed block does for a row that passes it by: "masked" computes and drops the result
             (exact per row, no control flow), "conditional" runs nothing when no row takes part (meant for one
-            row), "batch_capacity" computes the capacity's share of the rows, those with the best scores.
+            row), "batch_capacity" computes the capacity's share of the rows, those with the best scores among the
+            rows that the input ``live`` ``[B]`` holds true for.
         padding: keep masks such as ``attention_mask`` as inputs ``[B, max_sequence]``; without, every token is real.
         dims: other free sizes by name.
 
@@ -86,10 +88,14 @@ class _Step(StepCopy):
         self.outer, self.skipping, self.max_sequence = outer, skipping, max_sequence
         self.inner |= set(outer.tokens)
         self.full = FullLength(graph, outer.model, outer.sizes, max_sequence, outer.known)
+        self.stem = free_stem(outer.model, "step")
         self.inputs: list[tuple[str, fx.Node]] = []
         for node in outer.tokens:
             self.step[node] = self._input(str(node.target), node)
         self.position = self.slot = self._placeholder("position")
+        routes = any(n.op == "call_module" for n in tokens)
+        chooses = skipping == "batch_capacity" and routes  # the other ways, no row stands in another's way
+        self.live = self._placeholder("live") if chooses else None
         for node in outer.graph.nodes:
             if node.op == "placeholder" and node not in outer.tokens:
                 self._whole_input(node, padding)
@@ -106,7 +112,7 @@ class _Step(StepCopy):
     # Inputs
 
     def _placeholder(self, name: str) -> fx.Node:
-        node = self.graph.placeholder(name.replace(".", "_"))
+        node = free_placeholder(self.graph, name)
         self.inputs.append((name, node))
         return node
 
@@ -173,6 +179,7 @@ class _Step(StepCopy):
         kept = None
         if keep is not None:
             kept = self.rows(keep, Gather(2, 0, True, (1,)))  # type: ignore[arg-type]
+        kept = self._only_live(kept)
         given = [self._routed_side(s, g) for s, g in zip(sides, step.queries, strict=True)]
         count, places, *caches = state
         arguments = (self.step[stream], kept, self.position, count, places, *caches, *given)  # type: ignore[index]
@@ -180,8 +187,18 @@ class _Step(StepCopy):
         self.results[node] = call
         return self.graph.call_function(operator.getitem, (call, 0))
 
+    def _only_live(self, kept_B1: Any) -> Any:
+        """A row that is not live is no more chosen than padding is."""
+        if self.live is None:
+            return kept_B1
+        live_B1 = self.graph.call_function(torch.unsqueeze, (self.live, 1))
+        if kept_B1 is None:
+            return live_B1
+        real_B1 = self.graph.call_function(torch.ne, (kept_B1, 0))
+        return self.graph.call_function(torch.logical_and, (real_B1, live_B1))
+
     def _step_name(self, node: fx.Node) -> str:
-        return f"step_{list(self.blocks).index(node)}"
+        return f"{self.stem}_{list(self.blocks).index(node)}"
 
     def _routed_side(self, side: Any, gather: Gather | None) -> Any:
         if side in self.step:

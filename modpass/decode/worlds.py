@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from modpass.analysis import SEQUENCE, Refusal, Sizes
+from modpass.decode.names import free_stem
 from modpass.mixing import name_of
 from modpass.symbols import expr_of, shape_of, value_of
 
@@ -60,6 +61,7 @@ class FullLength:
         self.copies: dict[fx.Node, Any] = {}
         self.constants: dict[fx.Node, Any] = {}
         self.tables: dict[str, Tensor] = {}
+        self.stem = free_stem(root, "table")
 
     def __call__(self, node: fx.Node) -> Any:
         """The node in the new graph, or a number."""
@@ -100,7 +102,7 @@ class FullLength:
         for name, other in self.tables.items():
             if other.dtype == value.dtype and torch.equal(other, value):
                 return name
-        name = f"table_{len(self.tables)}"
+        name = f"{self.stem}_{len(self.tables)}"
         self.tables[name] = value.detach().clone()
         return name
 

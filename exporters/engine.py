@@ -1,0 +1,111 @@
+"""A TensorRT engine of either flavour: read, its inputs and outputs, their addresses, a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modpass.errors import BuildError
+from modpass.exporters.device import Layout
+from modpass.exporters.trt_api import TensorRT
+
+__all__ = ["Engine"]
+
+_TORCH_DTYPES = {
+    "FLOAT": torch.float32,
+    "HALF": torch.float16,
+    "BF16": torch.bfloat16,
+    "INT64": torch.int64,
+    "INT32": torch.int32,
+    "INT8": torch.int8,
+    "UINT8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Engine:
+    """A deserialised engine with one execution context.
+
+    inputs, outputs: their layouts by name; scratch_bytes: device memory for intermediate tensors.
+
+    Raises:
+        BuildError: it is not for this GPU or version, or it has a dtype that torch lacks.
+
+    Source: TensorRT developer guide, "Performing Inference" of the Python API.
+    """
+
+    def __init__(self, tensorrt: TensorRT, path: Path) -> None:
+        self._tensorrt, self._path = tensorrt, path
+        plan = path.read_bytes()
+        tensorrt.log.messages.clear()
+        # The runtime must outlive the engine, and the engine its context.
+        self._runtime = tensorrt.module.Runtime(tensorrt.logger)
+        self._engine = self._made(self._runtime.deserialize_cuda_engine(plan), "engine")
+        self._context = self._made(self._engine.create_execution_context(), "execution context")
+        self._branches = b"stream_capturable=0" in plan  # the plan's own word, where a conditional waits for the GPU
+        self._bound: dict[str, Tensor] = {}
+        self.inputs: dict[str, Layout] = {}
+        self.outputs: dict[str, Layout] = {}
+        for name in map(self._engine.get_tensor_name, range(self._engine.num_io_tensors)):
+            mode = self._engine.get_tensor_mode(name)
+            side = self.inputs if mode == tensorrt.module.TensorIOMode.INPUT else self.outputs
+            side[name] = self._layout(name)
+
+    def _layout(self, name: str) -> Layout:
+        code = self._engine.get_tensor_dtype(name).name
+        if code not in _TORCH_DTYPES:
+            raise BuildError(f"'{name}' of the engine is {code}, which torch has no tensors of")
+        return Layout(tuple(self._engine.get_tensor_shape(name)), _TORCH_DTYPES[code])
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device memory for intermediate tensors, in bytes."""
+        # TensorRT 10.1 replaced the first by the second, for sizes above 2 GB.
+        size = getattr(self._engine, "device_memory_size_v2", None)
+        return int(self._engine.device_memory_size if size is None else size)
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read and write these from now on, at their addresses; they are held as long as the engine.
+
+        Raises:
+            BuildError: an input or output is not given, is of another shape or dtype, or TensorRT refuses its address.
+        """
+        for name, layout in {**self.inputs, **self.outputs}.items():
+            tensor = tensors.get(name, self._bound.get(name))
+            if tensor is None:
+                raise BuildError(f"the engine has '{name}', which is not given: {', '.join(tensors)}")
+            if (tuple(tensor.shape), tensor.dtype) != layout or not tensor.is_contiguous():
+                raise BuildError(f"'{name}' of the engine is {list(layout.shape)} of {layout.dtype}; given is "
+                                 f"{list(tensor.shape)} of {tensor.dtype}")  # fmt: skip
+            if not self._context.set_tensor_address(name, tensor.data_ptr()):
+                raise BuildError(f"TensorRT refuses the address of '{name}'")
+            self._bound[name] = tensor
+
+    def run(self, stream: int) -> None:
+        """Put one run on a CUDA stream.
+
+        Raises:
+            BuildError: TensorRT refuses.
+        """
+        if not self._context.execute_async_v3(stream):
+            raise BuildError(self._sentence("run"))
+
+    def uncapturable(self, stream: int) -> str | None:
+        """Why a CUDA graph cannot hold a run on this stream; None where nothing is known against it."""
+        if self._branches:
+            return "the plan has branches, which the host decides; export with skipping='masked' for a CUDA graph"
+        asked = getattr(self._context, "is_stream_capturable", None)  # TensorRT-RTX alone
+        return None if asked is None or asked(stream) else "TensorRT says that the plan cannot be captured"
+
+    def _made(self, thing: Any, what: str) -> Any:
+        if thing is None:
+            raise BuildError(self._sentence(what))
+        return thing
+
+    def _sentence(self, what: str) -> str:
+        said = self._tensorrt.log.first_error() or "it gave no reason"
+        return f"{self._tensorrt.flavor.title} {self._tensorrt.version} made no {what} of '{self._path}': {said}"

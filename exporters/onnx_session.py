@@ -1,0 +1,67 @@
+"""ONNX Runtime sessions of a decoder's graphs, and what they cannot be opened for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from modpass.errors import ExportError
+from modpass.exporters.decoder_manifest import Ports
+
+__all__ = ["open_session", "ports", "type_of"]
+
+_TYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(bool)": np.bool_,
+}
+
+
+def open_session(
+    path: Path, dtype: str, threads: int | None = None, providers: Sequence[Any] = ("CPUExecutionProvider",)
+) -> Any:
+    """An ``onnxruntime.InferenceSession`` for a graph whose weights are of ``dtype``.
+
+    Raises:
+        ExportError: ONNX Runtime has no kernels for the dtype, or refuses the file.
+
+    >>> open_session(Path("decode.onnx"), "bfloat16")
+    Traceback (most recent call last):
+    modpass.errors.ExportError: 'decode.onnx' is in bfloat16, which ONNX Runtime has no kernels for; export ...
+    """
+    if dtype == "bfloat16":
+        raise ExportError(
+            f"'{path}' is in bfloat16, which ONNX Runtime has no kernels for; export with dtype='float32' or "
+            f"'float16', or run TensorRT engines of it"
+        )
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    try:
+        return onnxruntime.InferenceSession(path, options, providers=list(providers))
+    except Exception as e:  # pybind turns every kind of refusal into its own
+        raise ExportError(f"ONNX Runtime {onnxruntime.__version__} cannot load '{path}': {e}") from e
+
+
+def ports(session: Any) -> Ports:
+    """The inputs and outputs of a session."""
+    inputs, outputs = ({v.name: tuple(v.shape) for v in vs} for vs in (session.get_inputs(), session.get_outputs()))
+    return Ports(inputs, outputs)
+
+
+def type_of(value: Any) -> Any:
+    """The numpy type of an input or output.
+
+    Raises:
+        ExportError: numpy has none.
+    """
+    if value.type not in _TYPES:
+        raise ExportError(f"'{value.name}' is {value.type}, which numpy does not have; export in float32 or float16")
+    return _TYPES[value.type]
