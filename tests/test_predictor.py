@@ -114,6 +114,7 @@ def test_exported_files_decide_as_the_forward_does(tmp_path: Path) -> None:
     assert verify(routed, tmp_path / "model.onnx").choices["blocks.1"] < 1.0, "the router would have chosen the same"
 
 
+@pytest.mark.slow
 def test_in_half_precision_files_the_predictor_stays_in_float32(tmp_path: Path) -> None:
     routed = tiny_decoder(True)
     routed.routed_blocks["blocks.1"].predictor = Predictor(8)

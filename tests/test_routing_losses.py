@@ -247,6 +247,7 @@ def test_compiled_as_one_graph_it_gives_the_same_losses_and_gradients() -> None:
     assert routing_stats(compiled) == routing_stats(model)
 
 
+@pytest.mark.slow
 def test_a_whole_training_step_compiles_as_one_graph() -> None:
     model, ids = calm(fresh("tril-buffer")), tokens(2, 16)
     for block in model.routed_blocks.values():
