@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from modpass import RoutedModel, recorded_choices
+from modpass.training.cost import flop_counter
 
 __all__ = ["FlopCount", "count_flops"]
 
@@ -36,12 +37,14 @@ def count_flops(model: RoutedModel, inputs: Mapping[str, Tensor], blocks: Collec
     >>> count_flops(trace(torch.nn.Linear(3, 5), torch.ones(2, 3)), {"input": torch.ones(2, 3)}).total
     60
     """
-    counter = FlopCounterMode(display=False, custom_mapping={_CPU_ATTENTION: _attention_flops})
+    counter = flop_counter()
     by_block = _ByBlock(model, counter, blocks)
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake, counter:
         given = {name: fake.from_tensor(tensor) for name, tensor in inputs.items()}
         with recorded_choices() as choices:
             by_block.run(*model.info.call.bind(given))
+    for block in model.routed_blocks.values():
+        block.last = None  # made of fake tensors
     slots = {name: int(index_Bk.shape[1]) for name, index_Bk in choices.items()}
     return FlopCount(counter.get_total_flops(), dict(by_block.counts), slots)
 
@@ -63,12 +66,3 @@ class _ByBlock(fx.Interpreter):
         for name in paths & self.names:
             self.counts[name] += self.counter.get_total_flops() - before
         return result
-
-
-# torch counts attention on a GPU, but not the operator that takes its place on a CPU.
-_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    flops: int = sdpa_flop_count(query, key, value)
-    return flops

@@ -48,6 +48,8 @@ class RoutedModel(fx.GraphModule):
     Parameters are shared with the original by name and storage.
     """
 
+    accepts_loss_kwargs = False  # says to Hugging Face's Trainer that a loss is a mean over its own batch
+
     def __init__(self, root: nn.Module | dict[str, Any], graph: fx.Graph, info: Info | str = "RoutedModel") -> None:
         if isinstance(info, Info):
             graph.set_codegen(CallCodeGen(info.call, info.out_spec))
@@ -87,6 +89,21 @@ class RoutedModel(fx.GraphModule):
         """Draw the noise of ``selection="stochastic"`` from ``generator`` from now on."""
         for block in self.routed_blocks.values():
             block.generator = generator
+        return self
+
+    def use_causal(self, on: bool = True) -> RoutedModel:
+        """Let routed blocks select causally in eval mode, as decode does; training mode keeps its own selection.
+
+        For models whose attention is causal, once routers or predictors were trained to say by themselves which
+        tokens top-k takes (``modpass.training.routing_losses``). ``save_pretrained`` keeps it.
+
+        Raises:
+            BlockError: a block's attention cannot be followed.
+        """
+        for block in self.routed_blocks.values():
+            if on:
+                block.ready_causal()
+            block.eval_selection = "causal" if on else None
         return self
 
     def graphs(self) -> Iterator[fx.GraphModule]:

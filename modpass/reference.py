@@ -31,6 +31,7 @@ class Setting:
 
     order: the permutation that puts batch and sequence first; given for a stream of more than three dims.
     max_sequence: for causal selection, the length that the capacity is a share of (None: the sequence's own).
+    decides: for causal selection, a token's logit from the token ``[D]`` (None: the router's score).
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class Setting:
         selection: str = "expert_choice",
         max_sequence: int | None = None,
         order: Sequence[int] | None = None,
+        decides: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        self.decides = decides
         self.capacity, self.gate, self.weight = capacity, gate, weight
         self.selection, self.max_sequence = selection, max_sequence
         self.order = tuple(order or ((0, 1, 2) if seq_dim == 1 else (1, 0, 2)))
@@ -159,12 +162,14 @@ def _routed(
         x_BSD = setting.there(stream)
         fits = keep if keep is not None and keep.shape == x_BSD.shape[:2] else None
         scores = [[(token.float() * setting.weight).sum() for token in row] for row in x_BSD]
+        decide = setting.decides
+        deciding = scores if decide is None else [[decide(token) for token in row] for row in x_BSD]
         chosen = [
             setting.choose(
                 [s.detach().item() for s in row],
                 None if fits is None else [bool(v) for v in fits[b]],
             )
-            for b, row in enumerate(scores)
+            for b, row in enumerate(deciding)
         ]
         note(chosen)
         with hidden_keys(chosen, x_BSD.shape[1]):

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from modpass.analysis import Refusal
 from modpass.causal import causal_body, causal_slots
@@ -21,14 +23,14 @@ from modpass.functional import (
     check_capacity,
     gather_tokens,
     rank_scores,
-    router_scores,
     select,
     slots,
     take,
     write_back,
 )
+from modpass.router import Predictor, Router
 
-__all__ = ["Gate", "RoutedBlock", "Router", "Selection", "choose_option", "recorded_choices"]
+__all__ = ["Gate", "LastForward", "RoutedBlock", "Router", "Selection", "choose_option", "recorded_choices"]
 
 Gate = Literal["linear", "sigmoid", "unit"]
 Selection = Literal["expert_choice", "stochastic", "causal"]
@@ -65,24 +67,19 @@ def choose_option(kind: str, value: str, allowed: Any) -> str:
     return value
 
 
-class Router(nn.Module):
-    """Scores tokens by a linear projection of the stream, always in float32 (paper section 3.4)."""
+@dataclass(frozen=True)
+class LastForward:
+    """What a routed block decided in its last forward.
 
-    def __init__(self, width: int, device: torch.device | None = None) -> None:
-        super().__init__()
-        bound = width**-0.5
-        self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32, device=device).uniform_(-bound, bound))
+    scores: the router's ``[B, S]``; logits: what decides causally, the predictor's or the same scores; index: the
+    chosen positions ``[B, k]`` (S in a free slot); keep: nonzero at real tokens, or None. With gradients in
+    training mode.
+    """
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        """Scores ``[B, S]`` of the stream ``[B, S, D]``."""
-        return router_scores(x_BSD, self.weight)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Router:
-        """Follow device moves, but stay float32 when the model is cast."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.weight.is_floating_point() and self.weight.dtype != torch.float32:
-            self.weight.data = self.weight.data.float()
-        return self
+    scores: Tensor
+    logits: Tensor
+    index: Tensor
+    keep: Tensor | None
 
 
 class RoutedBlock(nn.Module):
@@ -94,6 +91,7 @@ class RoutedBlock(nn.Module):
     """
 
     order: tuple[int, ...] | None = None
+    predictor: Predictor | None
 
     def __init__(
         self,
@@ -107,6 +105,7 @@ class RoutedBlock(nn.Module):
         gathers: Sequence[Gather | None],
         owned: Sequence[str],
         seq_dim: int,
+        predictor: bool = False,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -118,17 +117,31 @@ class RoutedBlock(nn.Module):
         self.max_sequence: int | None = None
         self.body = body
         self.router = Router(width, device)
+        self.register_module("predictor", Predictor(width, device) if predictor else None)
+        self.checkpoint = False  # run the body again in the backward pass instead of keeping what it computed
+        self.gate_mix = 1.0  # how much the gate counts: at 0 every weight is 1, as with the unit gate
+        self.last: LastForward | None = None
         self.selection = selection
 
     @property
     def selection(self) -> str:
         """How tokens are chosen; may be set to another of "expert_choice", "stochastic" and "causal"."""
-        return self._selection
+        return self.training_selection if self.training else self.eval_selection or self.training_selection
 
     @selection.setter
     def selection(self, value: str) -> None:
-        self._selection = choose_option("selection", value, Selection)
-        if value == "causal" and "causal_body" not in self._modules:
+        self.training_selection = choose_option("selection", value, Selection)
+        self.eval_selection: str | None = None
+        if value == "causal":
+            self.ready_causal()
+
+    def ready_causal(self) -> None:
+        """Make the form of the body that causal selection runs.
+
+        Raises:
+            BlockError: its attention cannot be followed.
+        """
+        if "causal_body" not in self._modules:
             try:
                 self.causal_body = causal_body(self.body, self.seq_dim).train(self.training)
             except Refusal as e:
@@ -161,7 +174,9 @@ class RoutedBlock(nn.Module):
         """Run the block on the chosen tokens of the stream ``[B, S, D]`` (or ``[S, B, D]``)."""
         x_BSD = x if self.seq_dim == 1 else x.transpose(0, 1)
         scores_BS = self.router(x_BSD)
-        index_Bk = self.choose(scores_BS, keep_BS)
+        logits_BS = self.logits(x_BSD, scores_BS)
+        index_Bk = self.choose(scores_BS, keep_BS, logits_BS)
+        self._record(scores_BS, logits_BS, index_Bk, keep_BS)
         if self.selection == "causal":
             out = self._causal(x_BSD, scores_BS, index_Bk, sides)
         else:
@@ -170,11 +185,27 @@ class RoutedBlock(nn.Module):
             out = write_back(x_BSD, self.combine(x_BkD, y_BkD, gather_tokens(scores_BS, index_Bk)), index_Bk)
         return out if self.seq_dim == 1 else out.transpose(0, 1)
 
-    def choose(self, scores_BS: Tensor, keep_BS: Tensor | None) -> Tensor:
+    def logits(self, x_BSD: Tensor, scores_BS: Tensor) -> Tensor:
+        """What decides causally ``[B, S]``: the predictor where there is one, else the router's scores."""
+        unused = torch.compiler.is_exporting() and self.selection != "causal"
+        if self.predictor is None or unused:
+            return scores_BS
+        found: Tensor = self.predictor(x_BSD)
+        return found
+
+    def _record(self, scores: Tensor, logits: Tensor, index: Tensor, keep: Tensor | None) -> None:
+        if torch.compiler.is_exporting():
+            return
+        if not self.training:  # a graph that nobody goes back through would keep the model's activations
+            scores, logits = scores.detach(), logits.detach()
+        self.last = LastForward(scores, logits, index, keep)
+
+    def choose(self, scores_BS: Tensor, keep_BS: Tensor | None, logits_BS: Tensor | None = None) -> Tensor:
         """The chosen positions ``[B, k]``, ascending; with causal selection a slot that stays free holds S."""
         ranked, k = scores_BS.detach(), self.slots(scores_BS.shape[1])
         if self.selection == "causal":
-            index_Bk = causal_slots(self.passes(ranked, keep_BS), k)
+            deciding = ranked if logits_BS is None else logits_BS.detach()
+            index_Bk = causal_slots(self.passes(deciding, keep_BS), k)
         else:
             if self.selection == "stochastic":
                 ranked = torch.randn(ranked.shape, generator=self.generator, device=ranked.device)
@@ -183,9 +214,9 @@ class RoutedBlock(nn.Module):
             _RECORDS[-1][self.name] = index_Bk
         return index_Bk
 
-    def passes(self, scores_BS: Tensor, keep_BS: Tensor | None) -> Tensor:
+    def passes(self, logits_BS: Tensor, keep_BS: Tensor | None) -> Tensor:
         """Which tokens go through by themselves: those whose logit says more than one half, and are no padding."""
-        passes_BS = scores_BS > 0
+        passes_BS = logits_BS > 0
         return passes_BS if keep_BS is None else passes_BS & (keep_BS != 0)
 
     def _causal(self, x_BSD: Tensor, scores_BS: Tensor, index_Bk: Tensor, sides: Sequence[Any]) -> Tensor:
@@ -198,6 +229,13 @@ class RoutedBlock(nn.Module):
         return write_back(F.pad(x_BSD, (0, 0, 0, 1)), update_BkD, index_Bk)[:, :S]
 
     def _run(self, body: nn.Module, x_BkD: Tensor, index_Bk: Tensor, sides: Sequence[Any], *used: Tensor) -> Tensor:
+        """The body on the chosen tokens; checkpointed, it is the choice that is kept and never made again."""
+        if self.checkpoint and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+            again: Tensor = checkpoint(self._body, body, x_BkD, index_Bk, sides, *used, use_reentrant=False)
+            return again
+        return self._body(body, x_BkD, index_Bk, sides, *used)
+
+    def _body(self, body: nn.Module, x_BkD: Tensor, index_Bk: Tensor, sides: Sequence[Any], *used: Tensor) -> Tensor:
         taken = [s if g is None else take(s, index_Bk, g) for s, g in zip(sides, self.gathers, strict=True)]
         x_k = x_BkD if self.seq_dim == 1 else x_BkD.transpose(0, 1)
         y_k: Tensor = body(x_k, *taken, *self.own(), *used)
@@ -212,8 +250,14 @@ class RoutedBlock(nn.Module):
         if self.gate == "unit":
             return y_BkD
         r_Bk1 = (scores_Bk if self.gate == "linear" else scores_Bk.sigmoid()).unsqueeze(-1)
+        if self.gate_mix != 1.0:
+            r_Bk1 = 1.0 + self.gate_mix * (r_Bk1 - 1.0)
         x = x_BkD.float()
         return (x + r_Bk1 * (y_BkD.float() - x)).to(x_BkD.dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: not the last forward, whose tensors belong to a graph."""
+        return {**self.__dict__, "last": None}
 
     def extra_repr(self) -> str:
         """Show the settings in ``print(model)``."""

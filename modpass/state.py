@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from modpass.files import whole_directory
 from modpass.mixing import name_of
 from modpass.model import RoutedModel
 from modpass.restore import AGAIN, build_dense, fill
+from modpass.routing import RoutedBlock
 from modpass.statefile import FILE, SavedState, describe_examples, draw_examples, dtype_name
 from modpass.transform import mod_transform, trace
 
@@ -89,11 +90,12 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None, exam
     saved = SavedState.load(folder)
     tensors = _read_weights(folder, saved)
     dense = build_dense(saved, model, folder)
-    routers = {n: f"{n}.router.weight" for n in saved.settings.get("capacity", {})}
-    fill(dense, {n: t for n, t in tensors.items() if n not in routers.values()}, saved, folder)
+    own = _added(tensors, saved.settings)
+    fill(dense, {n: t for n, t in tensors.items() if n not in own}, saved, folder)
     routed = _traced(dense, saved, _examples(dense, saved, example_inputs, folder), folder)
-    for block, key in routers.items():
-        _fill_router(routed.routed_blocks[block].router.weight, key, tensors, folder)
+    for name, block in routed.routed_blocks.items():
+        for path, parameter in _parts(block):
+            _fill_added(parameter, f"{name}.{path}", tensors, folder)
     routed.eval()
     return routed
 
@@ -117,14 +119,23 @@ def _settings(model: RoutedModel) -> dict[str, Any]:
     """The transform's settings, with the capacities that the blocks have by now."""
     blocks = model.routed_blocks
     for name, block in blocks.items():
-        for option in ("gate", "selection"):
-            found, wanted = getattr(block, option), model.settings[option]
+        if block.gate_mix != 1.0:
+            raise StateError(
+                f"block '{name}' has the gate_mix {block.gate_mix}, midway from the unit gate to '{block.gate}'; "
+                "end the gate's schedule, or keep the state_dict of model and schedule"
+            )
+        for option, attribute in (("gate", "gate"), ("selection", "training_selection")):
+            found, wanted = getattr(block, attribute), model.settings[option]
             if found != wanted:
                 raise StateError(
                     f"block '{name}' has the {option} '{found}', the model was transformed with "
                     f"'{wanted}'; only one {option} for all blocks can be saved"
                 )
-    return {**model.settings, "capacity": {n: b.capacity for n, b in blocks.items()}} if blocks else {}
+    switched = {b.eval_selection for b in blocks.values()}
+    if len(switched) > 1:
+        raise StateError("some blocks select causally in eval mode and some do not; call use_causal on the model")
+    later = {"eval_selection": "causal"} if switched == {"causal"} else {}
+    return {**model.settings, "capacity": {n: b.capacity for n, b in blocks.items()}, **later} if blocks else {}
 
 
 def _attention(model: RoutedModel) -> str | None:
@@ -189,7 +200,9 @@ def _traced(dense: nn.Module, saved: SavedState, examples: Any, folder: Path) ->
     try:
         if settings:
             blocks = list(settings["capacity"])
-            routed = mod_transform(dense, blocks=blocks, example_inputs=examples, **settings)
+            given = {n: v for n, v in settings.items() if n != "eval_selection"}
+            routed = mod_transform(dense, blocks=blocks, example_inputs=examples, **given)
+            routed.use_causal("eval_selection" in settings)
         else:
             routed = trace(dense, examples)
     except (BlockError, InputError, TraceError) as e:
@@ -207,9 +220,23 @@ def _list(inputs: Mapping[str, str]) -> str:
     return ", ".join(f"{name} ({dtype})" for name, dtype in inputs.items()) or "none"
 
 
-def _fill_router(weight: nn.Parameter, key: str, tensors: Mapping[str, Tensor], folder: Path) -> None:
+def _added(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> set[str]:
+    """The names of what routing added to the dense model."""
+    parts = ("router.", "predictor.") if settings.get("predictor") else ("router.",)
+    fronts = tuple(f"{n}.{part}" for n in settings.get("capacity", {}) for part in parts)
+    return {n for n in tensors if fronts and n.startswith(fronts)}
+
+
+def _parts(block: RoutedBlock) -> Iterator[tuple[str, nn.Parameter]]:
+    yield "router.weight", block.router.weight
+    if block.predictor is not None:
+        yield from ((f"predictor.{n}", p) for n, p in block.predictor.named_parameters())
+
+
+def _fill_added(weight: nn.Parameter, key: str, tensors: Mapping[str, Tensor], folder: Path) -> None:
     if key not in tensors:
-        raise StateError(f"'{folder}' holds no weight '{key}', the router of a block; save the model again")
+        part = "predictor" if ".predictor." in key else "router"
+        raise StateError(f"'{folder}' holds no weight '{key}', the {part} of a block; save the model again")
     if tensors[key].shape != weight.shape:
         raise StateError(
             f"'{key}' has the shape {list(tensors[key].shape)} in '{folder}' and "

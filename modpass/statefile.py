@@ -21,7 +21,8 @@ FILE = "modpass.json"
 SCHEMA = 1
 VERSIONS = {"modpass": __version__, "torch": str(torch.__version__)}
 SETTINGS = ("capacity", "gate", "selection", "padding_mask")
-LATER = ("parts",)  # absent from files of earlier versions, which did without
+# Absent from files of earlier versions, which did without.
+LATER: dict[str, tuple[type, ...]] = {"parts": (str,), "predictor": (bool,), "eval_selection": (str,)}
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "buffers": (list,),
     "versions": (dict,),
 }
-_JSON = {dict: "an object", list: "a list", str: "a text", type(None): "null"}
+_JSON = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
 
 
 def _checked(raw: dict[str, Any], path: Path) -> SavedState:
@@ -119,7 +120,7 @@ def _check_settings(settings: dict[str, Any], path: Path) -> None:
             continue
         if name not in settings:
             raise StateError(f"'{path}' has no setting '{name}'; save the model again")
-        _expect(settings[name], (dict,) if name == "capacity" else (str,), f"settings.{name}", path)
+        _expect(settings[name], LATER.get(name, (dict,) if name == "capacity" else (str,)), f"settings.{name}", path)
     if unknown := [n for n in settings if n not in (*SETTINGS, *LATER)]:
         raise StateError(
             f"'{path}' has the setting '{unknown[0]}', which this modpass ({__version__}) does "

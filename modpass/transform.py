@@ -27,7 +27,7 @@ from modpass.tracing import Traced, capture
 
 __all__ = ["mod_transform", "trace"]
 
-Chosen = Iterable[str] | Callable[[Block], bool]
+Chosen = Iterable[str] | Callable[[Block], bool]  # a text is one name, or "auto"
 
 
 def mod_transform(
@@ -42,6 +42,10 @@ def mod_transform(
     padding_mask: str = "attention_mask",
     parts: Parts = "block",
     check: bool | None = None,
+    predictor: bool = False,
+    checkpoint: bool = False,
+    budget: float | None = None,
+    calibration: Iterable[Any] | None = None,
     generator: torch.Generator | None = None,
 ) -> RoutedModel:
     """Turn a model into a Mixture-of-Depths model (arXiv 2404.02258); the model itself is left as it was.
@@ -50,7 +54,8 @@ def mod_transform(
         model: an ``nn.Module``, a ``torch.export.ExportedProgram`` or a ``torch.fx.GraphModule``.
         capacity: the share of the sequence that goes through a routed block, in (0, 1], or a share per block name.
         every: route every ``every``-th block of a stack, starting with the ``every``-th (the paper: 2).
-        blocks: names of blocks, or a predicate on the found blocks, instead of ``every``.
+        blocks: names of blocks, or a predicate on the found blocks, instead of ``every``. "auto": those that cost
+            least, with routers fitted, by ``modpass.training.calibrate``; needs ``budget`` and ``calibration``.
         gate: what the block's change is multiplied by: "linear" r = w . x (the paper), "sigmoid", or "unit" (1).
         selection: "expert_choice" (top-k of the router) or "stochastic" (top-k of noise, the paper's control).
         example_inputs: a tuple, a dict or ``(tuple, dict)``; may be left out where the model says what it takes.
@@ -60,11 +65,16 @@ def mod_transform(
         check: run blocks on the example inputs with their tokens permuted and some left out, and refuse one whose
             tokens meet outside attention. None: blocks that hold an operator unknown to modpass; True: every
             block; False: none, and unknown operators are refused.
+        predictor: give each routed block a small MLP that decides in its router's place under "causal"
+            selection; ``modpass.training.routing_losses`` trains it, without a gradient into the model.
+        checkpoint: run the body of a routed block again in the backward pass instead of keeping what it computed.
+        budget: for "auto", the share of the dense model's operations that may remain.
+        calibration: for "auto", the batches to calibrate on.
         generator: draws the noise of "stochastic".
 
     Returns:
         A graph module that is called like the model, shares its parameters by name and storage, and adds
-        ``<block>.router.weight`` of shape ``[D]`` to each routed block.
+        ``<block>.router.weight`` of shape ``[D]`` (and ``<block>.predictor.*``) to each routed block.
 
     Raises:
         InputError: an argument is not what is allowed.
@@ -83,12 +93,21 @@ def mod_transform(
         raise InputError(f"every is {every!r}; it must be a whole number of 1 or more")
     if not isinstance(capacity, Mapping):
         check_capacity(capacity)
+    if (blocks == "auto") != (budget is not None) or (budget is None) != (calibration is None):
+        raise InputError('blocks="auto", budget= and calibration= belong together; give all three or none')
+    if budget is not None and calibration is not None:
+        from modpass.training.auto import route_within  # which needs this module
+
+        options: dict[str, Any] = {"gate": gate, "selection": selection, "example_inputs": example_inputs}
+        options |= {"padding_mask": padding_mask, "parts": parts, "check": check, "predictor": predictor}
+        options |= {"checkpoint": checkpoint, "generator": generator}
+        return route_within(model, calibration, budget, capacity, **options)
     traced = capture(model, example_inputs)
     found = with_part(locate(traced, check), parts)
     picked = _pick(found, every, blocks)
     capacities = _capacities(capacity, picked, found)
     settings: dict[str, Any] = {"capacity": capacities, "gate": gate, "selection": selection}
-    settings |= {"padding_mask": padding_mask, "parts": parts}
+    settings |= {"padding_mask": padding_mask, "parts": parts, "predictor": predictor}
     info = _info(traced, found, settings)
     mask = _PaddingMask(traced, padding_mask, found)
     keeper = _parameters(traced)
@@ -96,10 +115,12 @@ def mod_transform(
         traced.graph_module,
         picked,
         parts,
-        lambda plan: _routed_block(plan, capacities[plan.name], gate, selection),
+        lambda plan: _routed_block(plan, capacities[plan.name], gate, selection, predictor),
         mask,
     )
     result = _finish(traced, info, keeper)
+    for block in result.routed_blocks.values():
+        block.checkpoint = checkpoint
     return result.seed(generator)
 
 
@@ -261,7 +282,7 @@ def _translate(analysis: Analysis, env: Mapping[fx.Node, fx.Node]) -> Analysis:
     )
 
 
-def _routed_block(plan: _Plan, capacity: float, gate: str, selection: str) -> RoutedBlock:
+def _routed_block(plan: _Plan, capacity: float, gate: str, selection: str, predictor: bool) -> RoutedBlock:
     analysis, body = plan.analysis, plan.body
     switch_dropout(body.graph_module)
     body.graph_module.recompile()
@@ -275,6 +296,7 @@ def _routed_block(plan: _Plan, capacity: float, gate: str, selection: str) -> Ro
         gathers=[s.gather for s in body.sides],
         owned=body.owned,
         seq_dim=analysis.seq_dim if analysis.order is None else 1,
+        predictor=predictor,
         device=value_of(analysis.stream).device,
     )
     routed.order = analysis.order

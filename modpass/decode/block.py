@@ -56,7 +56,7 @@ class StepBlock(nn.Module):
         """Step the stream ``[B, 1, D]`` (or ``[1, B, D]``)."""
         x_B1D = x if self.seq_dim == 1 else x.transpose(0, 1)
         scores_B1 = self.block.router(x_B1D)
-        taken_B = self.block.passes(scores_B1, keep_B1)[:, 0] & (count_B < self.slots)
+        taken_B = self.block.passes(self.block.logits(x_B1D, scores_B1), keep_B1)[:, 0] & (count_B < self.slots)
         caches, sides = given[: len(self.caches)], given[len(self.caches) :]
         operands = (x_B1D, scores_B1, position_B, count_B, places_BN, *caches, *sides)
         if self.skipping == "batch_capacity":

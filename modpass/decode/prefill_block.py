@@ -57,7 +57,7 @@ class PrefillBlock(nn.Module):
         k = min(self.slots, S)
         scores_BS = block.router(x_BSD)
         real_BS = torch.arange(S, device=x.device) < length_B[:, None]
-        index_Bk = causal_slots(block.passes(scores_BS, keep_BS) & real_BS, k)
+        index_Bk = causal_slots(block.passes(block.logits(x_BSD, scores_BS), keep_BS) & real_BS, k)
         safe_Bk, used_Bk = index_Bk.clamp(max=S - 1), index_Bk < S
         taken = [s if g is None else take(s, safe_Bk, g) for s, g in zip(sides, block.gathers, strict=True)]
         x_BkD = gather_tokens(x_BSD, safe_Bk)

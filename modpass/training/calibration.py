@@ -1,0 +1,160 @@
+"""Routers for a pretrained model without training: fitted to how much each block changes each token.
+
+Shapes: B batch, S sequence, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from modpass.errors import InputError
+from modpass.training.cost import counted
+from modpass.training.distill import dense_mode
+from modpass.training.fit import Score, call, fit_routers
+from modpass.training.losses import routed_blocks
+from modpass.training.scores import relative_change
+
+__all__ = ["BlockCalibration", "Calibration", "calibrate", "pick"]
+
+Loss = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class BlockCalibration:
+    """One block. agreement: of the tokens with the largest true scores, the share that the fitted router takes;
+    lost: what routing this block alone costs; flops: its operations, dense and routed.
+    """
+
+    agreement: float
+    lost: float
+    flops: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What ``calibrate`` found; flops: the whole model's operations when nothing is routed.
+
+    picked: the blocks to route under the budget (all of them where none was given), in the order in which they run.
+    """
+
+    blocks: Mapping[str, BlockCalibration]
+    flops: int
+    picked: tuple[str, ...]
+
+    def share(self, names: Iterable[str] | None = None) -> float:
+        """The operations with these blocks routed (None: the picked ones), as a share of the dense model's."""
+        routed = [self.blocks[n].flops for n in (self.picked if names is None else names)]
+        return 1 - sum(dense - own for dense, own in routed) / self.flops
+
+
+@torch.no_grad()
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    score: Score = relative_change,
+    loss: Loss | None = None,
+    budget: float | None = None,
+) -> Calibration:
+    """Fit every router by least squares to how much its block changes each token, and say what routing costs.
+
+    A router's target is ``score`` less the value that its capacity's share of the row exceeds, so that its sign is
+    the causal decision. Blocks are fitted on the dense model's stream; each block's cost is measured with it alone
+    routed, so that costs of several blocks together may be larger than their sum.
+
+    Args:
+        model: a routed model; with ``gate="unit"`` chosen tokens are computed as the dense model does.
+        batches: what it is called with: dicts, tuples or single tensors.
+        score: from the stream before and after a block, ``[B, S, D]`` each, to ``[B, S]``; ``modpass.training`` has
+            ``relative_change``, ``cosine_change``, ``hidden_norm`` and ``first_token_orthogonality``.
+        loss: of ``(output, batch)``; a block's cost is what it rises by. None: the relative squared change of
+            the model's first output.
+        budget: pick blocks, those that cost least for what they save first, until the operations are this share of
+            the dense model's. ``mod_transform(blocks="auto", budget=..., calibration=batches)`` routes these alone.
+
+    Raises:
+        InputError: there are no batches, or routing every block does not reach the budget.
+
+    >>> from modpass.decode.example import tiny_decoder
+    >>> found = calibrate(tiny_decoder(True), [torch.arange(10).reshape(1, 10)])
+    >>> list(found.blocks), found.share() < 1
+    (['blocks.1'], True)
+    """
+    given, blocks = list(batches), routed_blocks(model)
+    if not given:
+        raise InputError("there are no batches to calibrate on")
+    training = model.training
+    model.eval()
+    try:
+        agreements = fit_routers(model, given, score)
+        costs = _costs(model, list(blocks), given, loss)
+        total, flops = counted(model, partial(call, model, given[0]))
+    finally:
+        model.train(training)
+    found = {n: BlockCalibration(agreements[n], costs[n], flops[n]) for n in blocks}
+    picked = tuple(found) if budget is None else pick(found, total, budget)
+    return Calibration(found, total, picked)
+
+
+# Cost
+
+
+def _costs(model: nn.Module, names: list[str], batches: list[Any], loss: Loss | None) -> dict[str, float]:
+    """What the loss rises by where one block alone is routed, mean over batches."""
+    costs = dict.fromkeys(names, 0.0)
+    for batch in batches:
+        with dense_mode(model):
+            dense = call(model, batch)
+        for name in names:
+            with dense_mode(model, but=[name]):
+                routed = call(model, batch)
+            rise = _change(routed, dense) if loss is None else float(loss(routed, batch)) - float(loss(dense, batch))
+            costs[name] += rise / len(batches)
+    return costs
+
+
+def _change(routed: Any, dense: Any) -> float:
+    own, wanted = (_first(o).float() for o in (routed, dense))
+    return float((own - wanted).square().sum() / wanted.square().sum().clamp(min=1e-30))
+
+
+def _first(output: Any) -> Tensor:
+    return next(v for v in pytree.tree_leaves(output) if isinstance(v, Tensor) and v.is_floating_point() and v.dim())
+
+
+# Budget
+
+
+def pick(blocks: Mapping[str, BlockCalibration], flops: int, budget: float) -> tuple[str, ...]:
+    """The blocks to route so that the operations are at most ``budget`` of ``flops``, cheapest per saving first.
+
+    Raises:
+        InputError: the budget is no share, or routing every block does not reach it.
+
+    >>> block = BlockCalibration(1.0, 0.1, (50, 10))
+    >>> pick({"a": block, "b": BlockCalibration(1.0, 0.0, (50, 10))}, 100, 0.6)
+    ('b',)
+    """
+    if not 0 < budget <= 1:
+        raise InputError(f"budget is {budget!r}; it must be in (0, 1]: the share of the dense model's operations")
+    least = 1 - sum(b.flops[0] - b.flops[1] for b in blocks.values()) / flops
+    if least > budget:
+        raise InputError(
+            f"budget is {budget:g}, but with every block routed {least:.3g} of the operations are left; "
+            "give a larger budget or a smaller capacity"
+        )
+    order = sorted(blocks, key=lambda n: blocks[n].lost / max(1, blocks[n].flops[0] - blocks[n].flops[1]))
+    picked, left = set[str](), float(flops)
+    for name in order:
+        if left <= budget * flops:
+            break
+        picked.add(name)
+        left -= blocks[name].flops[0] - blocks[name].flops[1]
+    return tuple(n for n in blocks if n in picked)
