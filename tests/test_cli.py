@@ -129,6 +129,12 @@ def test_inspect_shows_the_routing_of_a_saved_model(saved: Path, capsys: Capture
     assert "2 blocks are routed; 37,440 parameters, 64 of them in routers" in out
 
 
+def test_transform_gives_each_block_a_predictor(tmp_path: Path, capsys: Capture) -> None:
+    run(capsys, "transform", DECODER, tmp_path / "m", "--predictor")
+    out, _ = run(capsys, "inspect", tmp_path / "m", "--factory", DECODER)
+    assert "2 blocks are routed; 37,986 parameters, 64 of them in routers, 546 in predictors" in out
+
+
 def test_transform_writes_a_model_that_loads(saved: Path) -> None:
     routed = modpass.load(saved, model=Decoder())
     assert {n: b.capacity for n, b in routed.routed_blocks.items()} == {"layers.1": 0.25, "layers.3": 0.25}

@@ -111,10 +111,12 @@ def _print_routed(model: RoutedModel) -> None:
         row = (name, f"{block.capacity:g}", block.gate, block.selection, parts, str(block.width))
         table.add_row(*map(Text, row))
     out.print(table)
-    routers = sum(parameters(b.router) for b in model.routed_blocks.values())
+    blocks = model.routed_blocks.values()
+    routers = sum(parameters(b.router) for b in blocks)
+    predictors = sum(parameters(b.predictor) for b in blocks if b.predictor is not None)
     out.print(
-        f"{len(model.routed_blocks)} blocks are routed; {parameters(model):,} parameters, {routers:,} of "
-        "them in routers"
+        f"{len(blocks)} blocks are routed; {parameters(model):,} parameters, {routers:,} of them in routers"
+        + (f", {predictors:,} in predictors" if predictors else "")
     )
 
 

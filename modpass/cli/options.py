@@ -25,6 +25,7 @@ __all__ = [
     "Model",
     "PaddingMask",
     "PartsOption",
+    "PredictorOption",
     "Seed",
     "SelectionOption",
     "Sequence",
@@ -111,6 +112,14 @@ PartsOption = Annotated[
         "--parts",
         show_default="block",
         help="Route whole blocks, or of each block the attention or the MLP alone.",
+    ),
+]
+PredictorOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--predictor",
+        show_default=False,
+        help="Give each routed block a small MLP that learns to choose token by token, for causal selection.",
     ),
 ]
 Check = Annotated[

@@ -35,6 +35,7 @@ class Routing:
     padding_mask: str | None = None
     parts: Parts | None = None
     check: bool | None = None
+    predictor: bool | None = None
 
     def given(self) -> dict[str, Any]:
         """The options that were given, as ``mod_transform`` takes them."""

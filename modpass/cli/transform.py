@@ -18,6 +18,7 @@ from modpass.cli.options import (
     Model,
     PaddingMask,
     PartsOption,
+    PredictorOption,
     Seed,
     SelectionOption,
 )
@@ -48,6 +49,7 @@ def command(
     padding_mask: PaddingMask = None,
     parts: PartsOption = None,
     check: Check = None,
+    predictor: PredictorOption = None,
     dtype: DtypeOption = "float32",
     seed: Seed = 0,
 ) -> None:
@@ -59,8 +61,9 @@ def command(
         source = load_source(model, dtype)
     if is_routed(source):
         raise typer.BadParameter(f"'{model}' is routed already; give a dense model", param_hint="'MODEL'")
+    routing = Routing(capacity, every, blocks, gate, selection, padding_mask, parts, check, predictor)
     with status("transforming"):
-        routed = Routing(capacity, every, blocks, gate, selection, padding_mask, parts, check).apply(source, seed)
+        routed = routing.apply(source, seed)
     with status("saving"):
         save_pretrained(routed, out_dir)
     size = sum(p.stat().st_size for p in out_dir.iterdir())
