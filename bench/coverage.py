@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from modpass.bench.coverage_compare import Comparison, compare
+from modpass.bench.coverage_decode import DECODE_STAGES, run_decode_stages
 from modpass.bench.coverage_models import FAMILIES, model_names
 from modpass.bench.coverage_pool import Job, run_jobs
 from modpass.bench.coverage_report import render
@@ -20,7 +21,7 @@ from modpass.errors import InputError, StateError
 from modpass.exporters.manifest import versions
 from modpass.files import whole_file
 
-__all__ = ["Comparison", "CoverageResult", "CoverageRow", "compare", "render", "run"]
+__all__ = ["Comparison", "CoverageResult", "CoverageRow", "compare", "render", "run", "run_decode"]
 
 STALE = "stale"
 _PRELOAD = ("modpass.bench.coverage_warm",)
@@ -61,23 +62,56 @@ def run(
     """
     if last not in STAGES:
         raise InputError(f"there is no stage '{last}'; there are: {', '.join(STAGES)}")
+    wanted = _wanted(FAMILIES if family is None else (family,), None if only is None else list(only))
+    work = [Job(row, run_stages, (row.family, row.name, last)) for row in wanted]
+    return _measure(work, last, jobs, timeout_s, progress, record, again)
+
+
+def run_decode(
+    only: Iterable[str] | None = None,
+    *,
+    jobs: int = 1,
+    timeout_s: float = 120.0,
+    progress: bool = True,
+    record: str | os.PathLike[str] | None = None,
+    again: Iterable[str] = (),
+) -> CoverageResult:
+    """Decode every causal language model step by step, beside its full forward; arguments as of ``run``.
+
+    Raises:
+        InputError, StateError: as ``run``.
+
+    >>> run_decode([]).rows
+    ()
+    """
+    wanted = _wanted(("causal-lm",), None if only is None else list(only))
+    work = [Job(row, run_decode_stages, (row.name,)) for row in wanted]
+    return _measure(work, DECODE_STAGES[-1], jobs, timeout_s, progress, record, again)
+
+
+def _measure(
+    work: list[Job],
+    last: str,
+    jobs: int,
+    timeout_s: float,
+    progress: bool,
+    record: str | os.PathLike[str] | None,
+    again: Iterable[str],
+) -> CoverageResult:
     if jobs < 1 or timeout_s <= 0:
         raise InputError(f"jobs is {jobs} and timeout_s {timeout_s:g}; both must be positive")
     again = set(again)
     if unknown := sorted(again - {*OUTCOMES, STALE}):
         raise InputError(f"there is no outcome '{unknown[0]}'; there are: {', '.join(OUTCOMES)} and {STALE}")
-    wanted = _wanted(FAMILIES if family is None else (family,), None if only is None else list(only))
-    order = {r.key: i for i, r in enumerate(wanted)}
+    order = {job.row.key: i for i, job in enumerate(work)}
     done, code = _Record(None if record is None else Path(record), last), code_digest()
-    work = [
-        Job(replace(r, code=code), run_stages, (r.family, r.name, last)) for r in wanted if not done.holds(r, again)
-    ]
+    left = [replace(job, row=replace(job.row, code=code)) for job in work if not done.holds(job.row, again)]
     with _bar(progress) as bar:
-        task = bar.add_task("", total=len(work))
-        for row in run_jobs(work, jobs, timeout_s, _PRELOAD):
+        task = bar.add_task("", total=len(left))
+        for row in run_jobs(left, jobs, timeout_s, _PRELOAD):
             done.add(row)
             bar.update(task, advance=1, description=row.name)
-    registered = {f: list(model_names(f)) for f in dict.fromkeys(r.family for r in wanted)}
+    registered = {f: list(model_names(f)) for f in dict.fromkeys(job.row.family for job in work)}
     rows = [r for r in done.result.rows if r.key in order]
     return replace(done.result, rows=tuple(sorted(rows, key=lambda r: order[r.key])), registered=registered)
 

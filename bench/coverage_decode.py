@@ -9,33 +9,19 @@ from typing import Any
 import torch
 
 from modpass.bench.coverage_checks import TOLERANCE, Wrong, floats
-from modpass.bench.coverage_models import make_model, model_names, with_inputs
-from modpass.bench.coverage_pool import Job, run_jobs
-from modpass.bench.coverage_result import CoverageRow, code_digest
+from modpass.bench.coverage_models import make_model, with_inputs
+from modpass.bench.coverage_result import CoverageRow
 from modpass.bench.coverage_stages import failure
 from modpass.decode import decode_step
 from modpass.inputs import as_named
 from modpass.transform import trace
 
-__all__ = ["DECODE_STAGES", "decode_rows", "render_decode", "run_decode_stages"]
+__all__ = ["DECODE_STAGES", "render_decode", "run_decode_stages"]
 
 DECODE_STAGES = ("make", "run", "trace", "decode")
 ROWS, TOKENS = 2, 24
 
 Report = Callable[[str, Any], None]
-
-
-def decode_rows(only: Iterable[str] | None = None, *, jobs: int = 1, timeout_s: float = 120.0) -> list[CoverageRow]:
-    """Put every causal language model, or those named, through the stages, each in a process of its own.
-
-    >>> decode_rows([])
-    []
-    """
-    names = model_names("causal-lm")
-    wanted = names if only is None else {n: names[n] for n in only}
-    rows = [CoverageRow("causal-lm", n, kind, code=code_digest()) for n, kind in wanted.items()]
-    work = [Job(r, run_decode_stages, (r.name,)) for r in rows]
-    return sorted(run_jobs(work, jobs, timeout_s, ("modpass.bench.coverage_warm",)), key=lambda r: r.name)
 
 
 def run_decode_stages(name: str, report: Report) -> None:

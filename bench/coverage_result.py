@@ -28,7 +28,7 @@ def code_digest() -> str:
     """
     root = Path(modpass.__file__).parent
     digest = hashlib.sha256()
-    for file in sorted([*root.glob("*.py"), *(root / "exporters").glob("*.py")]):
+    for file in sorted(f for folder in ("", "decode", "exporters") for f in (root / folder).glob("*.py")):
         digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:12]
 

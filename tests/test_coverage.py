@@ -17,6 +17,7 @@ from torch import nn
 from modpass.bench import coverage
 from modpass.bench.coverage import CoverageResult, CoverageRow, compare, render
 from modpass.bench.coverage_configs import enliven, shrink, shrunk_value
+from modpass.bench.coverage_decode import render_decode, run_decode_stages
 from modpass.bench.coverage_inputs import inputs_for
 from modpass.bench.coverage_models import FAMILIES, make_model, model_names
 from modpass.bench.coverage_pool import Job, run_jobs
@@ -151,6 +152,32 @@ def test_a_model_that_computes_something_else_is_called_wrong(monkeypatch: pytes
     assert passed == ["make", "run", "trace", "blocks"]
     assert failure[:2] == ("unit", "wrong")
     assert failure[2].startswith("output 0 is off from the dense model by")
+
+
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [("llama", ()), ("bert", ("decode", "refused", "is not causal"))],
+)
+def test_decode_goes_step_by_step_or_says_why_not(name: str, failure: tuple[str, ...]) -> None:
+    events: list[tuple[str, Any]] = []
+    threads = torch.get_num_threads()
+    try:
+        run_decode_stages(name, lambda kind, value: events.append((kind, value)))
+    finally:
+        torch.set_num_threads(threads)
+    assert [v[0] for kind, v in events if kind == "done"] == ["make", "run", "trace", *([] if failure else ["decode"])]
+    told = next((v for kind, v in events if kind == "fail"), ())
+    assert all(part in text for part, text in zip(failure, told, strict=True))
+
+
+def test_decode_rows_are_kept_and_rendered(tmp_path: Path) -> None:
+    file, row = tmp_path / "rows.json", CoverageRow("causal-lm", "llama", "X", ("make", "run", "trace", "decode"))
+    refused = CoverageRow("causal-lm", "bert", "Y", ("make", "run", "trace"), "decode", "refused", "not | causal")
+    file.write_text(CoverageResult((row, refused), "decode").to_json())
+    result = coverage.run_decode(["llama", "bert"], progress=False, record=file)
+    text = render_decode(result.rows)
+    assert "| 2 | 2 | 2 | 2 | 1 |" in text
+    assert "| bert | decode | refused | not / causal |" in text
 
 
 # Processes: the works below run in a child

@@ -57,16 +57,20 @@ def command(
     against: Annotated[Path | None, typer.Option("--compare", help="Rows of an earlier run to compare with.")] = None,
 ) -> None:
     """Show which architectures can be routed and exported."""
-    from modpass.bench.coverage import CoverageResult, compare, render, run
+    from modpass.bench.coverage import CoverageResult, compare, render, run, run_decode
+    from modpass.bench.coverage_decode import render_decode
     from modpass.bench.coverage_stages import STAGES
     from modpass.files import whole_file
 
-    if decode:
-        _decode(only, jobs, timeout, markdown)
-        return
     outcomes = [o.strip() for o in again.split(",") if o.strip()]
-    result = run(family, only, jobs=jobs, timeout_s=timeout, last=last or STAGES[-1], record=record, again=outcomes)
-    report = render(result)
+    if decode:
+        if family not in (None, "causal-lm") or last is not None:
+            raise typer.BadParameter("it takes causal-lm alone, and no --last", param_hint="'--decode'")
+        result = run_decode(only, jobs=jobs, timeout_s=timeout, record=record, again=outcomes)
+        report = render_decode(result.rows)
+    else:
+        result = run(family, only, jobs=jobs, timeout_s=timeout, last=last or STAGES[-1], record=record, again=outcomes)
+        report = render(result)
     print(report)
     for file, text in ((json, result.to_json()), (markdown, report)):
         if file is not None:
@@ -74,14 +78,3 @@ def command(
                 temporary.write_text(text)
     if against is not None:
         print(compare(CoverageResult.from_json(against.read_text()), result))
-
-
-def _decode(only: list[str] | None, jobs: int, timeout: float, markdown: Path | None) -> None:
-    from modpass.bench.coverage_decode import decode_rows, render_decode
-    from modpass.files import whole_file
-
-    report = render_decode(decode_rows(only, jobs=jobs, timeout_s=timeout))
-    print(report)
-    if markdown is not None:
-        with whole_file(markdown) as temporary:
-            temporary.write_text(report)
