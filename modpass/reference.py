@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from modpass.errors import InputError
+
 __all__ = ["Setting", "causal_choice", "hidden_keys", "reference_choice", "routed_reference"]
 
 
@@ -200,6 +202,9 @@ def _gate(gate: str, score: Tensor) -> Tensor | float:
 def hidden_keys(chosen: list[list[int]], sequence: int) -> Iterator[None]:
     """Attention inside sees the chosen tokens of each row alone; a token that was not chosen sees itself.
 
+    Raises:
+        InputError: a head of written-out attention is as wide as the sequence is long.
+
     >>> with hidden_keys([[0]], 2): torch.softmax(torch.zeros(1, 1, 2, 2), -1)[0, 0].tolist()
     [[1.0, 0.0], [0.5, 0.5]]
     """
@@ -261,7 +266,16 @@ def hidden_keys(chosen: list[list[int]], sequence: int) -> Iterator[None]:
         return left.masked_fill(~visible(left.shape), 0) if scores and left.is_floating_point() else left
 
     def masked_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda left, *others, **options: product(only_visible(left), *others, **options)
+        def multiply(left: Any, right: Any, *others: Any, **options: Any) -> Tensor:
+            shapes = [v.shape[-2:] for v in (left, right) if isinstance(v, Tensor) and v.dim() >= 3]
+            if shapes == [(sequence, sequence)] * 2:
+                raise InputError(
+                    f"the reference cannot tell queries from scores where a head is as wide as the sequence is long "
+                    f"({sequence}); take another length"
+                )
+            return product(only_visible(left), right, *others, **options)
+
+        return multiply
 
     with (
         ExitStack() as products,

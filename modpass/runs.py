@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -56,8 +58,18 @@ class Runs:
         assert self.traced.module is not None
         crossing = {n for n in self.traced.graph_module.graph.nodes if any(_stack(u) != _stack(n) for u in n.users)}
         recorder = Recorder(self.traced.graph_module, crossing, parameters)
-        values = recorder.record(*pytree.tree_leaves(list(examples.values())))
-        return Run(_calls(self.traced.module, examples, parameters), values)
+        with _one_draw():
+            values = recorder.record(*pytree.tree_leaves(list(examples.values())))
+        with _one_draw():
+            return Run(_calls(self.traced.module, examples, parameters), values)
+
+
+@contextmanager
+def _one_draw() -> Iterator[None]:
+    """A model that draws noise of its own, such as the patches to hide, draws the same here each time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
 
 
 @dataclass(frozen=True)

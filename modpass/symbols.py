@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -58,6 +59,30 @@ def hint_of(size: Any) -> int | None:
     return hint
 
 
+class _Rounding(OptimizedPythonReferenceAnalysis):
+    """torch's own leaves the rounding of a size that is yet to be known out."""
+
+    @staticmethod
+    def ceil_to_int(x: Any, dtype: Any) -> Any:
+        return _rounded(math.ceil, x)
+
+    @staticmethod
+    def floor_to_int(x: Any, dtype: Any) -> Any:
+        return _rounded(math.floor, x)
+
+    @staticmethod
+    def trunc_to_int(x: Any, dtype: Any) -> Any:
+        return _rounded(math.trunc, x)
+
+    @staticmethod
+    def round_to_int(x: Any, dtype: Any) -> Any:
+        return _rounded(round, x)
+
+
+def _rounded(how: Any, x: Any) -> Any:
+    return x.tracer.create_proxy("call_function", how, (x,), {}) if isinstance(x, fx.Proxy) else how(x)
+
+
 def emit(graph: fx.Graph, expr: Expr, known: Mapping[Expr, fx.Node]) -> fx.Node | int:
     """Add nodes that compute ``expr`` from the symbols in ``known``, at the graph's insert point.
 
@@ -69,5 +94,5 @@ def emit(graph: fx.Graph, expr: Expr, known: Mapping[Expr, fx.Node]) -> fx.Node 
     if expr in known:
         return known[expr]
     env = {symbol: fx.Proxy(node) for symbol, node in known.items() if symbol in expr.free_symbols}
-    result: Any = sympy_interp(OptimizedPythonReferenceAnalysis, env, expr)
+    result: Any = sympy_interp(_Rounding, env, expr)
     return result.node if isinstance(result, fx.Proxy) else int(result)

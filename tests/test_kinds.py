@@ -11,9 +11,9 @@ import transformers
 from torch import Tensor, nn
 
 import modpass
-from modpass.errors import BlockError
+from modpass.errors import BlockError, InputError
 from modpass.inputs import infer_inputs
-from modpass.reference import Setting, routed_reference
+from modpass.reference import Setting, hidden_keys, routed_reference
 from tests.test_transform import relative
 from tests.zoo import Decoder, PreNorm, first, tokens
 
@@ -297,6 +297,15 @@ def test_each_kind_equals_the_dense_model_and_the_slow_reference(name: str) -> N
         with routed_reference(model, settings) as reference:
             assert relative(found, first(reference(**given))) < 1e-4
     assert relative(found, dense) > 1e-3, "routing changed nothing"
+
+
+def test_the_reference_says_where_it_cannot_tell_queries_from_scores() -> None:
+    model = ByProducts(without_softmax).eval()
+    with (
+        hidden_keys([[0, 1]], 12),
+        pytest.raises(InputError, match=r"as wide as the sequence is long \(12\)"),
+    ):
+        model(torch.randn(1, 12, 48))
 
 
 def test_streams_side_by_side_share_one_router_and_are_shown_as_they_are() -> None:

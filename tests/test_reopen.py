@@ -13,7 +13,7 @@ import modpass
 from modpass.errors import BlockError
 from modpass.reference import routed_reference
 from tests.test_transform import relative, settings_of
-from tests.zoo import InnerRotaryAttention
+from tests.zoo import InnerRotaryAttention, PreNorm
 
 
 def patches(conv: nn.Module, image: Tensor) -> Tensor:
@@ -117,3 +117,43 @@ def test_inputs_that_are_equal_in_the_example_are_refused_where_noise_cannot_tel
         modpass.mod_transform(TwoMasks(), 0.5, example_inputs=(image, ones, ones.clone()))
     other = torch.randint(0, 2, (2, 25))
     assert len(modpass.find_blocks(TwoMasks(), (image, ones, other))) == 2
+
+
+class HidesPatches(nn.Module):
+    """A masked autoencoder's encoder: noise of its own says which patches go on."""
+
+    def __init__(self, width: int = 48, layers: int = 4) -> None:
+        super().__init__()
+        self.patch, self.place = nn.Conv2d(3, width, 4, 4), nn.Parameter(torch.randn(25, width))
+        self.blocks = nn.ModuleList(PreNorm(InnerRotaryAttention(width, 4), width) for _ in range(layers))
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = patches(self.patch, image) + self.place
+        order = torch.rand(x.shape[:2]).argsort(1)[:, :13]
+        x = x.gather(1, order.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_model_that_draws_its_patches_is_reopened() -> None:
+    torch.manual_seed(0)
+    model = HidesPatches().eval()
+    routed = modpass.mod_transform(model, 0.25, example_inputs=(torch.randn(2, 3, 20, 20),))
+    assert list(routed.routed_blocks) == ["blocks.1", "blocks.3"]
+    image = torch.randn(3, 3, 20, 20)
+    with torch.no_grad():
+        torch.manual_seed(7)
+        found = routed(image)
+        torch.manual_seed(7)
+        with routed_reference(model, settings_of(routed)) as reference:
+            assert relative(found, reference(image)) < 1e-4
+
+
+def test_finding_blocks_leaves_the_random_state_as_it_was() -> None:
+    model = HidesPatches(layers=2).eval()
+    torch.manual_seed(3)
+    wanted = torch.rand(1)
+    torch.manual_seed(3)
+    modpass.find_blocks(model, (torch.ones(2, 3, 20, 20),))
+    assert torch.equal(torch.rand(1), wanted)
