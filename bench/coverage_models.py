@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -77,7 +77,10 @@ def make_model(family: str, name: str) -> Made:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config: Any = getattr(cls, "config_class", None) or CONFIG_MAPPING[name]
-    model = enliven(cls(shrink(config, **overrides_for(cls.__name__)))).eval()
+    # an encoder's language model is causal only by this flag
+    causal = family == "causal-lm" and any(f.name == "is_decoder" for f in fields(config))
+    given = {"is_decoder": True} if causal else {}
+    model = enliven(cls(shrink(config, **(given | overrides_for(cls.__name__))))).eval()
     return Made(model, None, model)
 
 

@@ -33,8 +33,6 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     # its encoder alone
     "T5GemmaEncoderModel": {"is_encoder_decoder": False},
     "reformer": {"axial_pos_embds": False},
-    # a decoder by its own flag
-    "ReformerModelWithLMHead": {"is_decoder": True},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "shieldgemma2": {"yes_token_index": 3, "no_token_index": 4},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},

@@ -76,3 +76,12 @@ def test_a_budget_that_keeps_the_first_tokens_is_no_mask_of_keys() -> None:
 
     with pytest.raises(BlockError, match="takes the sequence apart"):
         modpass.mod_transform(Decoder(lambda w, h: Cut(w, h, 6)).eval(), 0.5, example_inputs=(tokens(2, 19),))
+
+
+def test_decode_says_that_it_does_not_follow_picked_keys() -> None:
+    model = Decoder(lambda w, h: Picking(w, h, 6)).eval()
+    dense = modpass.trace(model, (tokens(2, 19),))
+    with pytest.raises(BlockError, match=r"cannot be decoded: aten\.topk\.default runs along the sequence"):
+        modpass.decode_step(dense, batch=1, max_sequence=16)
+    with pytest.raises(BlockError, match=r"cannot select causally: .* multiplies tokens with tokens outside attention"):
+        modpass.mod_transform(model, 0.5, selection="causal", example_inputs=(tokens(2, 19),))

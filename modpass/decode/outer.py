@@ -72,12 +72,12 @@ def open_model(model: nn.Module | ExportedProgram, batch: int, dims: Mapping[str
             )
     if any(spec.dims.index("sequence") != 1 for spec in routed.inputs if placeholders[spec.name] in tokens):
         raise BlockError("its tokens come as [sequence, batch]; decode needs [batch, sequence]: wrap the model")
-    if not tokens:
-        raise BlockError("no input carries one entry a token: each of them decides which tokens attention sees")
     try:
-        refuse_mixing(dependent(graph, *tokens), sizes)
+        refuse_mixing(dependent(graph, *(tokens or counted)), sizes)
     except Refusal as e:
         raise BlockError(f"this model cannot be decoded: {e}") from e
+    if not tokens:
+        raise BlockError("no input carries one entry a token: each of them decides which tokens attention sees")
     return Outer(routed, graph, sizes, tokens, whole, known, batch)
 
 
