@@ -72,8 +72,9 @@ def open_model(model: nn.Module | ExportedProgram, batch: int, dims: Mapping[str
             )
     if any(spec.dims.index("sequence") != 1 for spec in routed.inputs if placeholders[spec.name] in tokens):
         raise BlockError("its tokens come as [sequence, batch]; decode needs [batch, sequence]: wrap the model")
+    ids = tokens or [n for n in counted if str(n.target) not in routed.info.call.optional]
     try:
-        refuse_mixing(dependent(graph, *(tokens or counted)), sizes)
+        refuse_mixing(dependent(graph, *ids), sizes)
     except Refusal as e:
         raise BlockError(f"this model cannot be decoded: {e}") from e
     if not tokens:
