@@ -120,7 +120,11 @@ def _run(subject: _Subject) -> None:
     subject.inputs = as_named(made.model, made.example_inputs)
     with torch.no_grad(), AttentionWatch() as watch:
         output = made.model(**subject.inputs)
+    with torch.no_grad():
+        again = made.model(**subject.inputs)
     subject.attends = watch.attends
+    if any(gap(a, b) > TOLERANCE for a, b in zip(floats(again), floats(output), strict=True)):
+        raise ValueError("it draws noise of its own: two runs differ, so that nothing can be compared")
     if not floats(output):
         raise ValueError("its output holds no floating-point tensor")
     if not all(bool(t.isfinite().any()) for t in floats(output)):

@@ -132,6 +132,13 @@ def test_a_convolutional_net_is_refused_with_the_reason() -> None:
     assert failure == ("blocks", "refused", "no attention in it")
 
 
+def test_a_model_that_draws_noise_cannot_be_compared() -> None:
+    passed, _, failure = stages_of("image", "vit_mae", "reference")
+    assert passed == ["make"]
+    assert failure[:2] == ("run", "failed")
+    assert "two runs differ" in failure[2]
+
+
 def test_attention_in_a_fused_layer_counts() -> None:
     _, facts, failure = stages_of("other", "torch-encoder", "run")
     assert failure is None
