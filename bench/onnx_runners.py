@@ -17,6 +17,7 @@ from modpass.bench.hardware import no_gpu
 from modpass.bench.memory import device_growth, resident_growth
 from modpass.bench.torch_runner import Call
 from modpass.errors import ExportError, InputError
+from modpass.exporters.onnx_session import open_session
 
 __all__ = ["OnnxCpuRunner", "OnnxCudaRunner"]
 
@@ -91,12 +92,7 @@ class OnnxCudaRunner:
 
 
 def _session(path: Path, providers: list[str]) -> Any:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    try:
-        return onnxruntime.InferenceSession(path, options, providers=providers)
-    except Exception as e:  # ONNX Runtime's own errors share no base class of their own
-        raise ExportError(f"ONNX Runtime refuses {path.name}: {e}") from e
+    return open_session(path, threads=torch.get_num_threads(), providers=providers)
 
 
 def _feeds(session: Any, inputs: Mapping[str, Tensor]) -> dict[str, Any]:

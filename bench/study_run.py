@@ -17,6 +17,7 @@ from modpass import RoutedModel, mod_transform, trace
 from modpass.bench.flops import count_flops
 from modpass.bench.study_model import StudyDecoder
 from modpass.bench.study_text import Corpus
+from modpass.bench.timing import Timing
 from modpass.errors import StateError
 from modpass.files import whole_file
 from modpass.training import routing_losses, routing_stats
@@ -166,7 +167,7 @@ class _Training:
     def _conclude(self) -> None:
         result = self.result
         result.loss = result.curve[-1][1]
-        result.step_s = sorted(self.seconds)[len(self.seconds) // 2]
+        result.step_s = Timing(tuple(self.seconds)).median
         if result.setup["selection"] == "expert_choice" and self.routed:
             self.model.use_causal()
             result.causal = self._validate()

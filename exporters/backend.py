@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime
 
 from modpass.exporters.decoder_manifest import CacheEntry, DecoderManifest
-from modpass.exporters.onnx_session import open_session, ports, type_of
+from modpass.exporters.onnx_session import open_session, ports, refuse_bfloat16, type_of
 
 __all__ = ["Backend", "OnnxRuntimeBackend", "Stepped"]
 
@@ -67,7 +67,8 @@ class OnnxRuntimeBackend:
             StateError: the graphs lack what the manifest names.
         """
         self.manifest = manifest
-        step, first = (open_session(folder / n, manifest.dtype, self.threads) for n in ("decode.onnx", "prefill.onnx"))
+        refuse_bfloat16(folder / "decode.onnx", manifest.dtype)
+        step, first = (open_session(folder / f"{n}.onnx", threads=self.threads) for n in ("decode", "prefill"))
         manifest.match(ports(step), ports(first))
         inputs = {i.name: _zeros(i) for i in step.get_inputs()}
         self.new = {o.name: _zeros(o) for o in step.get_outputs()}

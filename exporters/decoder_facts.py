@@ -10,11 +10,11 @@ from torch import fx
 
 from modpass.decode import Cache, Routing, StepModel
 from modpass.exporters.decoder_manifest import CacheEntry, DecoderManifest, RoutingEntry
-from modpass.mixing import name_of
+from modpass.mixing import LAYOUT, name_of
 
 __all__ = ["describe", "logits_of", "vocabulary"]
 
-_KEEPS = {"to", "_to_copy", "clone", "contiguous", "view", "reshape", "unsqueeze", "squeeze", "flatten"}
+_KEEPS = LAYOUT | {"to", "_to_copy"}
 
 
 def describe(

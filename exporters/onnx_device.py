@@ -15,7 +15,7 @@ from modpass.errors import ExportError, MissingExtraError
 from modpass.exporters.decoder_manifest import DecoderManifest
 from modpass.exporters.device import Device, Layout
 from modpass.exporters.device_backend import DeviceBackend
-from modpass.exporters.onnx_session import open_session, type_of
+from modpass.exporters.onnx_session import open_session, refuse_bfloat16, type_of
 
 __all__ = ["OnnxRuntimeCudaBackend"]
 
@@ -57,7 +57,8 @@ class _Session:
 
     def __init__(self, path: Path, dtype: str, device: Device) -> None:
         self.device, self.tensors = device, dict[str, Tensor]()
-        self.session = open_session(path, dtype, providers=_providers(device))
+        refuse_bfloat16(path, dtype)
+        self.session = open_session(path, providers=_providers(device))
         if device.is_gpu and self.session.get_providers()[0] != _CUDA:
             raise ExportError("ONNX Runtime fell back to the CPU; its CUDA provider could not be loaded")
         self.inputs = {v.name: _layout(v) for v in self.session.get_inputs()}

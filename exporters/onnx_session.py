@@ -1,7 +1,8 @@
-"""ONNX Runtime sessions of a decoder's graphs, and what they cannot be opened for."""
+"""ONNX Runtime sessions: opened in one place, their inputs and outputs, and what they cannot be opened for."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import onnxruntime
 from modpass.errors import ExportError
 from modpass.exporters.decoder_manifest import Ports
 
-__all__ = ["open_session", "ports", "type_of"]
+__all__ = ["open_session", "ports", "refuse_bfloat16", "type_of"]
 
 _TYPES = {
     "tensor(float)": np.float32,
@@ -24,22 +25,19 @@ _TYPES = {
 
 
 def open_session(
-    path: Path, dtype: str, threads: int | None = None, providers: Sequence[Any] = ("CPUExecutionProvider",)
+    path: str | os.PathLike[str], *, threads: int | None = None, providers: Sequence[Any] = ("CPUExecutionProvider",)
 ) -> Any:
-    """An ``onnxruntime.InferenceSession`` for a graph whose weights are of ``dtype``.
+    """An ``onnxruntime.InferenceSession``.
+
+    threads: processor threads of an operator; None leaves it to ONNX Runtime. providers: as ONNX Runtime takes them.
 
     Raises:
-        ExportError: ONNX Runtime has no kernels for the dtype, or refuses the file.
+        ExportError: ONNX Runtime refuses the file; its own message follows ours.
 
-    >>> open_session(Path("decode.onnx"), "bfloat16")
+    >>> open_session("nowhere.onnx")
     Traceback (most recent call last):
-    modpass.errors.ExportError: 'decode.onnx' is in bfloat16, which ONNX Runtime has no kernels for; export ...
+    modpass.errors.ExportError: ONNX Runtime ... cannot load 'nowhere.onnx': ...
     """
-    if dtype == "bfloat16":
-        raise ExportError(
-            f"'{path}' is in bfloat16, which ONNX Runtime has no kernels for; export with dtype='float32' or "
-            f"'float16', or run TensorRT engines of it"
-        )
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     if threads is not None:
@@ -48,6 +46,23 @@ def open_session(
         return onnxruntime.InferenceSession(path, options, providers=list(providers))
     except Exception as e:  # pybind turns every kind of refusal into its own
         raise ExportError(f"ONNX Runtime {onnxruntime.__version__} cannot load '{path}': {e}") from e
+
+
+def refuse_bfloat16(path: Path, dtype: str) -> None:
+    """Refuse a graph whose weights are of a dtype that ONNX Runtime does not compute with.
+
+    Raises:
+        ExportError: it is bfloat16.
+
+    >>> refuse_bfloat16(Path("decode.onnx"), "bfloat16")
+    Traceback (most recent call last):
+    modpass.errors.ExportError: 'decode.onnx' is in bfloat16, which ONNX Runtime has no kernels for; export ...
+    """
+    if dtype == "bfloat16":
+        raise ExportError(
+            f"'{path}' is in bfloat16, which ONNX Runtime has no kernels for; export with dtype='float32' or "
+            f"'float16', or run TensorRT engines of it"
+        )
 
 
 def ports(session: Any) -> Ports:

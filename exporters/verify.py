@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import modpass
-from modpass.errors import VerificationError
+from modpass.errors import ExportError, VerificationError
 from modpass.exporters.manifest import Manifest, manifest_path
+from modpass.exporters.onnx_session import open_session
 from modpass.exporters.shapes import FixedShape, example_tensors
 from modpass.model import RoutedModel
 from modpass.routing import recorded_choices
 
-__all__ = ["BOUNDS", "Difference", "VerificationReport", "session", "verify"]
+__all__ = ["BOUNDS", "Difference", "VerificationReport", "verify"]
 
 Array = np.ndarray[Any, Any]
 
@@ -128,23 +128,6 @@ def _in_torch(model: RoutedModel, given: Mapping[str, Tensor]) -> tuple[dict[str
     return dict(zip(model.output_names, leaves, strict=True)), choices
 
 
-def session(model: str | os.PathLike[str] | bytes, threads: int | None = None) -> Any:
-    """An ONNX Runtime session on the CPU.
-
-    Raises:
-        VerificationError: ONNX Runtime cannot load the file; its own message follows ours.
-    """
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    if threads is not None:
-        options.intra_op_num_threads = threads
-    try:
-        source = model if isinstance(model, bytes) else str(model)
-        return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-    except Exception as e:
-        raise VerificationError(f"ONNX Runtime cannot load this graph: {e}") from e
-
-
 def _in_onnxruntime(path: str | os.PathLike[str], given: Mapping[str, Tensor], extra: list[str]) -> dict[str, Array]:
     """Run the file with the values in ``extra`` as outputs too, from a temporary copy that reads the same weights."""
     graph = ir.load(path)
@@ -153,7 +136,9 @@ def _in_onnxruntime(path: str | os.PathLike[str], given: Mapping[str, Tensor], e
     temporary = Path(path).parent / f".{Path(path).name}.{os.getpid()}.verify"
     try:
         ir.save(graph, temporary)
-        run = session(temporary)
+        run = open_session(temporary)
+    except ExportError as e:
+        raise VerificationError(str(e)) from e
     finally:
         temporary.unlink(missing_ok=True)
     types = {i.name: i.type for i in run.get_inputs()}

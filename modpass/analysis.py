@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils._sympy.functions import Min
 
 from modpass.functional import Gather
-from modpass.mixing import LAYOUT, Unknown, is_pointwise, mixing_reason, name_of
+from modpass.mixing import LAYOUT, UNIFORM, Unknown, is_pointwise, mixing_reason, name_of
 from modpass.sparse import picks_keys
 from modpass.symbols import Expr, hint_of, shape_of, value_of
 
@@ -41,7 +41,6 @@ RESIDUAL = {
 }
 
 
-_UNIFORM = {"full", "zeros", "ones", "empty"}
 _MOVED = LAYOUT | {"to", "_to_copy"}
 
 
@@ -144,9 +143,9 @@ def analyse(nodes: list[fx.Node]) -> Analysis:
     region.check_outputs(inner - made, output)
     for node in (n for n in found.tokens if n not in made):
         _check_sizes(node, sizes)
-        reason = mixing_reason(node, sizes.carries, sizes.is_batch) or merges_rows(node, sizes)
-        if picks_keys(node, sizes.carries):
-            reason = None
+        reason = None
+        if not picks_keys(node, sizes.carries):
+            reason = mixing_reason(node, sizes.carries, sizes.is_batch) or merges_rows(node, sizes)
         if isinstance(reason, Unknown):
             found.unknown.append(node)
         elif reason:
@@ -166,7 +165,7 @@ def _front(shape: tuple[Expr, ...], sizes: Sizes) -> tuple[int, ...]:
 def is_uniform(node: fx.Node) -> bool:
     """Whether a tensor has one value in every place by the way it is made."""
     tensors = [a for a in node.all_input_nodes if isinstance(value_of(a), Tensor)]
-    if name_of(node) in _UNIFORM:
+    if name_of(node) in UNIFORM:
         return not tensors
     return name_of(node) in _MOVED and bool(tensors) and all(map(is_uniform, tensors))
 
@@ -287,7 +286,7 @@ class _Region:
         """Tensors with one value in every place: they are made anew inside, at the chosen length."""
         found: set[fx.Node] = set()
         for node in self.nodes:
-            made = name_of(node) in _UNIFORM and not any(isinstance(value_of(a), Tensor) for a in node.all_input_nodes)
+            made = name_of(node) in UNIFORM and not any(isinstance(value_of(a), Tensor) for a in node.all_input_nodes)
             if made or (
                 name_of(node) in _MOVED
                 and node.all_input_nodes

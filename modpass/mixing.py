@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from modpass.symbols import Expr, shape_of, value_of
 from modpass.tiling import tiles_apart
 
-__all__ = ["LAYOUT", "SOFTMAX", "Unknown", "is_pointwise", "mixing_reason", "name_of"]
+__all__ = ["LAYOUT", "SOFTMAX", "UNIFORM", "Unknown", "is_pointwise", "mixing_reason", "name_of"]
 
 Reason = str | None
 Carries = Callable[[Expr], bool]
@@ -35,6 +35,8 @@ _MOVES = LAYOUT | {
     "cat", "stack", "concat", "concatenate", "split", "split_with_sizes", "chunk", "unbind", "getitem", "identity",
     "broadcast_to", "narrow", "pad", "constant_pad_nd", "meshgrid",
 }  # fmt: skip
+# What makes a tensor with one value in every place out of its sizes; normalising leaves no other.
+UNIFORM = {"full", "zeros", "ones", "empty"}
 SOFTMAX = {"softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "logsumexp"}
 _CUTS = {"slice", "narrow", "split", "split_with_sizes", "unbind", "chunk"}
 _REDUCES = {
@@ -66,7 +68,6 @@ _REDUCES = {
     "argsort",
 }
 _PLACES = {"argmax", "argmin", "topk", "sort", "argsort"}  # what they return is a place among the keys
-_BLANK = {"new_ones", "new_zeros", "new_full", "zeros_like", "ones_like", "full_like"}
 _ORDERED = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "roll"}
 # Elementwise in fact, without the tag that says so.
 _POINTWISE = {
@@ -110,7 +111,7 @@ def mixing_reason(node: fx.Node, carries: Carries, batched: Carries) -> Reason:
     ``carries`` tells whether a size counts tokens, ``batched`` whether it counts rows of the batch alone.
     """
     name = name_of(node)
-    if is_pointwise(node) or name in _BLANK or name == "scaled_dot_product_attention":
+    if is_pointwise(node) or name == "scaled_dot_product_attention":
         return None
     if name in _MOVES:
         return _cuts(node, carries) or _pads(node, carries) or _reshapes(node, carries)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from modpass.mixing import name_of
+from modpass.mixing import UNIFORM, name_of
 from modpass.symbols import Expr, shape_of, value_of
 
 __all__ = ["is_pick", "picks_keys"]
@@ -18,7 +18,6 @@ __all__ = ["is_pick", "picks_keys"]
 Carries = Callable[[Expr], bool]
 
 _CASTS = {"to", "_to_copy", "long", "clone", "contiguous", "detach", "alias"}
-_BLANK = {"new_ones", "new_zeros", "new_full", "zeros_like", "ones_like", "full_like", "zeros", "ones", "full"}
 
 
 def picks_keys(node: fx.Node, carries: Carries) -> bool:
@@ -67,4 +66,4 @@ def _is_mask(node: fx.Node) -> bool:
     blank, dim, *_, value = node.args
     assert isinstance(blank, fx.Node)
     last = dim in (-1, len(shape_of(value_of(node))) - 1)
-    return last and name_of(blank) in _BLANK and not isinstance(value, fx.Node)
+    return last and name_of(blank) in UNIFORM and not isinstance(value, fx.Node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 import modpass
 from modpass.decode import PrefillModel, StepModel, decode_step, prefill
+from modpass.decode.example import tiny_decoder
+from modpass.exporters import export_decoder
 from tests.zoo import ZOO, first, make
 
 CAUSAL = ("llama", "gpt2", "mixtral", "inner-rotary", "tril-buffer", "alibi")
@@ -72,3 +75,10 @@ def generated(
         logits.append(next(iter(outputs.values()))[:, 0])
         positions.append(at)
     return torch.stack(logits, 1), torch.stack(positions, 1), state
+
+
+def tiny_folder(target: Path) -> Path:
+    """The files of a tiny routed decoder for two rows over 11 tokens."""
+    torch.manual_seed(0)
+    export_decoder(tiny_decoder(True), target, batch=2, prompt=4, max_sequence=12)
+    return target

@@ -13,7 +13,7 @@ import modpass
 from modpass.errors import MissingExtraError
 from modpass.picture import picture
 from modpass.sides import side_inputs
-from tests.test_cli import DECODER, Capture, fails, run
+from tests.commands import DECODER, Capture, fails, run
 from tests.zoo import make, tokens
 
 
@@ -44,7 +44,7 @@ def test_what_a_decoder_takes_from_its_encoder_is_shown_as_whole() -> None:
 
 
 def test_the_command_writes_the_picture_with_refusals(tmp_path: Path, capsys: Capture) -> None:
-    out, err = run(capsys, "inspect", "tests.test_cli:mixed", "--dot", tmp_path / "blocks.dot")
+    out, err = run(capsys, "inspect", "tests.commands:mixed", "--dot", tmp_path / "blocks.dot")
     assert err == ""
     assert f"wrote {tmp_path / 'blocks.dot'}; for an image: dot -Tsvg" in out
     text = (tmp_path / "blocks.dot").read_text()

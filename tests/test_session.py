@@ -15,7 +15,7 @@ from modpass.decode.example import tiny_decoder
 from modpass.errors import BlockError, InputError, StateError, VerificationError
 from modpass.exporters import DecoderSession, export_decoder
 from modpass.exporters.sampling import Sampler
-from tests.decoders import LENGTH, causal, dense, full_forward
+from tests.decoders import LENGTH, causal, dense, full_forward, tiny_folder
 
 PROMPTS = [[5, 9, 11, 40, 33, 2], [7, 8, 9], [3, 4, 5, 6, 7, 8, 9, 10, 11], [60]]
 
@@ -30,10 +30,7 @@ def greedy(model: modpass.RoutedModel, prompt: list[int], count: int) -> list[in
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny routed decoder for two rows."""
-    target = tmp_path_factory.mktemp("decoder") / "tiny"
-    torch.manual_seed(0)
-    export_decoder(tiny_decoder(True), target, batch=2, prompt=4, max_sequence=12)
-    return target
+    return tiny_folder(tmp_path_factory.mktemp("decoder") / "tiny")
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,13 @@ from modpass.decode.example import Block, tiny_decoder
 from modpass.errors import ExportError, InputError, StateError
 from modpass.exporters import DecoderManifest, DecoderSession, export_decoder
 from modpass.exporters.sampling import Sampler
+from tests.decoders import tiny_folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny routed decoder for two rows over 11 tokens."""
-    target = tmp_path_factory.mktemp("decoder") / "tiny"
-    torch.manual_seed(0)
-    export_decoder(tiny_decoder(True), target, batch=2, prompt=4, max_sequence=12)
-    return target
+    return tiny_folder(tmp_path_factory.mktemp("decoder") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -119,32 +117,20 @@ def edited(folder: Path, target: Path, **facts: Any) -> Path:
         ({"files": {"decode.onnx": 1}}, "files['decode.onnx']' must be str, found 1"),
         ({"colour": "blue"}, "has the unknown field 'colour'"),
         ({"schema": 1}, "has another schema than 2; export the model again"),
-    ],
-)
-def test_a_decoder_json_that_is_not_whole_is_refused_by_the_field(
-    folder: Path, tmp_path: Path, facts: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(StateError) as caught:
-        DecoderSession(edited(folder, tmp_path / "d", **facts))
-    assert words in str(caught.value)
-    assert "decoder.json" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("facts", "words"),
-    [
+        # whole, but of another model
         ({"tokens": "words"}, "the decode graph takes 'words', but it does not; export again"),
         ({"logits": "scores"}, "the decode graph returns 'scores', but it does not"),
         ({"batch": 3}, "'ids' of the decode graph is [3, 1], but it is [2, 1]"),
         ({"prompt": 7}, "'ids' of the prefill graph is [2, 7], but it is [2, 4]"),
     ],
 )
-def test_a_decoder_json_of_another_model_is_refused(
+def test_a_decoder_json_that_does_not_fit_is_refused_in_words(
     folder: Path, tmp_path: Path, facts: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(StateError) as caught:
         DecoderSession(edited(folder, tmp_path / "d", **facts))
     assert words in str(caught.value)
+    assert "decoder.json" in str(caught.value)
 
 
 def test_a_folder_that_is_no_decoder_folder_is_refused(tmp_path: Path) -> None:

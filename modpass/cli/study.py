@@ -25,7 +25,7 @@ def isoflop(
         Path, typer.Option("--out", metavar="DIR", file_okay=False, help="Keeps every run; one that stopped goes on.")
     ],
     quick: Annotated[
-        bool, typer.Option("--quick", help="Minutes instead of an hour: shows that it works, proves nothing.")
+        bool, typer.Option("--quick", help="A fraction of the training: shows that it works, proves nothing.")
     ] = False,
 ) -> None:
     """Train dense and routed decoders on real text to the same number of operations."""

@@ -47,6 +47,9 @@ def dense_mode(model: nn.Module, but: Collection[str] = ()) -> Iterator[nn.Modul
     A copy made before training is a teacher: ``teacher = copy.deepcopy(routed)``. Where the model's own weights
     are frozen (``routers_only``) it is its own teacher.
 
+    Raises:
+        InputError: the model has no routed block.
+
     >>> from modpass.decode.example import tiny_decoder
     >>> import torch
     >>> ids = torch.zeros(1, 8, dtype=torch.int64)
@@ -70,6 +73,9 @@ def dense_mode(model: nn.Module, but: Collection[str] = ()) -> Iterator[nn.Modul
 @contextmanager
 def block_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Collect, inside, the stream ``[B, S, D]`` after each routed block of the last forward, by block name.
+
+    Raises:
+        InputError: the model has no routed block.
 
     >>> from modpass.decode.example import tiny_decoder
     >>> import torch
@@ -98,6 +104,9 @@ def distillation_loss(
 
     ``KL(teacher || model)`` at ``temperature``, times its square, so that gradients keep their size (Hinton et
     al., arXiv 1503.02531). No gradient goes to the teacher. keep: nonzero at real tokens ``[B, S]``.
+
+    Raises:
+        InputError: the temperature is not above 0.
 
     >>> import torch
     >>> distillation_loss(torch.ones(1, 2, 3), torch.ones(1, 2, 3)).item()

@@ -18,7 +18,8 @@ def relative_change(x_BSD: Tensor, y_BSD: Tensor) -> Tensor:
     >>> relative_change(torch.ones(1, 1, 4), torch.full((1, 1, 4), 3.0)).item()
     2.0
     """
-    return hidden_norm(y_BSD - x_BSD, y_BSD) / hidden_norm(x_BSD, y_BSD).clamp(min=1e-12)
+    change_BS: Tensor = _norm(y_BSD - x_BSD) / _norm(x_BSD).clamp(min=1e-12)
+    return change_BS
 
 
 def cosine_change(x_BSD: Tensor, y_BSD: Tensor) -> Tensor:
@@ -36,14 +37,20 @@ def hidden_norm(x_BSD: Tensor, y_BSD: Tensor) -> Tensor:
     >>> hidden_norm(torch.tensor([[[3.0, 4.0]]]), torch.zeros(1, 1, 2)).item()
     5.0
     """
-    norm_BS: Tensor = torch.linalg.vector_norm(x_BSD, dim=-1)
-    return norm_BS
+    return _norm(x_BSD)
 
 
 def first_token_orthogonality(x_BSD: Tensor, y_BSD: Tensor) -> Tensor:
     """How little a token looks like the first, on which attention rests when it has nothing to look at.
 
+    Source: attention sinks, Xiao et al., arXiv 2309.17453.
+
     >>> first_token_orthogonality(torch.eye(2)[None], torch.eye(2)[None]).tolist()
     [[0.0, 1.0]]
     """
     return 1 - F.cosine_similarity(x_BSD, x_BSD[:, :1], -1).abs()
+
+
+def _norm(x_BSD: Tensor) -> Tensor:
+    norm_BS: Tensor = torch.linalg.vector_norm(x_BSD, dim=-1)
+    return norm_BS
