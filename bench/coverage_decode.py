@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from modpass.bench.coverage_checks import TOLERANCE, Wrong, floats
+from modpass.bench.coverage_checks import TOLERANCE, check_equal, floats
 from modpass.bench.coverage_models import make_model, with_inputs
-from modpass.bench.coverage_result import CoverageRow
+from modpass.bench.coverage_report import counts, grid, origin
+from modpass.bench.coverage_result import CoverageResult
 from modpass.bench.coverage_stages import failure
 from modpass.decode import decode_step
 from modpass.inputs import as_named
@@ -58,9 +59,7 @@ def _decode(name: str, model: Any) -> Any:
         for t in range(TOKENS):
             outputs = step.advance({ids_name: ids[:, t : t + 1]}, torch.full((ROWS,), t), state)
             found.append(next(v for v in outputs.values() if v.is_floating_point()))
-    gap = float((torch.cat(found, 1) - wanted).abs().max() / wanted.abs().max())
-    if not gap <= TOLERANCE:
-        raise Wrong(f"step by step it is off from its full forward by {gap:.2g}")
+    check_equal(torch.cat(found, 1), wanted, "its full forward")
     return model
 
 
@@ -72,21 +71,21 @@ _STEPS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-def render_decode(rows: Iterable[CoverageRow]) -> str:
+def render_decode(result: CoverageResult) -> str:
     """Counts and a line for each model that cannot be decoded, as markdown.
 
-    >>> render_decode([]).splitlines()[0]
+    >>> render_decode(CoverageResult(())).splitlines()[0]
     '# Decode coverage'
     """
-    rows = list(rows)
-    counts = [sum(r.reached(s) for r in rows) for s in DECODE_STAGES]
-    lines = ["# Decode coverage", "", f"| causal-lm | {' | '.join(DECODE_STAGES)} |", "|---|---|---|---|---|"]
-    lines += [f"| {len(rows)} | {' | '.join(map(str, counts))} |", ""]
-    lines += [
-        f"*decode*: {TOKENS} steps of {ROWS} rows equal one full forward within {TOLERANCE:g}. Not decoded:",
-        "",
-        "| model | stage | outcome | reason |",
-        "|---|---|---|---|",
+    names = result.registered.get("causal-lm", ())
+    missing = [n for n in names if n not in {r.name for r in result.rows}]
+    stopped = ((r.name, str(r.failed), r.outcome, r.reason) for r in result.rows if r.failed)
+    parts = [
+        "# Decode coverage",
+        origin(result, "modpass coverage --decode"),
+        grid(("family", *DECODE_STAGES), [counts("causal-lm", result.rows, DECODE_STAGES)]),
+        f"**decode**: {TOKENS} steps of {ROWS} rows equal one full forward within {TOLERANCE:g}. {len(result.rows)} of "
+        f"{len(names)} architectures were measured" + (f"; not: {', '.join(missing)}." if missing else "."),
+        grid(("model", "stops at", "outcome", "reason"), stopped),
     ]
-    lines += [f"| {r.name} | {r.failed} | {r.outcome} | {r.reason.replace('|', '/')} |" for r in rows if r.failed]
-    return "\n".join(lines) + "\n"
+    return "\n\n".join(parts) + "\n"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from modpass.bench.coverage_result import CoverageResult, CoverageRow
 from modpass.bench.coverage_stages import STAGES
 
-__all__ = ["by_construction", "render"]
+__all__ = ["by_construction", "counts", "grid", "origin", "render"]
 
 _MEANING = {
     "make": "a tiny random model is made from the architecture's own configuration",
@@ -50,11 +50,11 @@ def render(result: CoverageResult) -> str:
     families = {f: [r for r in result.rows if r.family == f] for f in dict.fromkeys(r.family for r in result.rows)}
     parts = [
         "# Coverage",
-        _origin(result),
-        _grid(("family", *stages), (_counts(f, rows, stages) for f, rows in families.items())),
+        origin(result),
+        grid(("family", *stages), (counts(f, rows, stages) for f, rows in families.items())),
         "\n".join(f"- **{s}**: {_MEANING[s]}" for s in stages),
         _LEGEND,
-        _grid(_headings(stages), (_figures(f, rows, stages, result.registered.get(f)) for f, rows in families.items())),
+        grid(_headings(stages), (_figures(f, rows, stages, result.registered.get(f)) for f, rows in families.items())),
         _READINGS,
         *(_left_out(f, rows) for f, rows in families.items()),
         *(_missing(f, families.get(f, []), names, _goal(stages)) for f, names in result.registered.items()),
@@ -62,8 +62,8 @@ def render(result: CoverageResult) -> str:
     for family, rows in families.items():
         parts += [
             f"## {family}",
-            _grid(("outcome", "models"), _outcomes(rows)),
-            _grid(("model", "class", "routed", "stops at", "outcome", "reason"), map(_cells, rows)),
+            grid(("outcome", "models"), _outcomes(rows)),
+            grid(("model", "class", "routed", "stops at", "outcome", "reason"), map(_cells, rows)),
         ]
     return "\n\n".join(p for p in parts if p) + "\n"
 
@@ -84,15 +84,25 @@ def _kind(reason: str) -> str | None:
     return next((kind for kind, pattern in _CONSTRUCTION.items() if re.search(pattern, reason)), None)
 
 
-def _origin(result: CoverageResult) -> str:
+def origin(result: CoverageResult, command: str = "modpass coverage") -> str:
+    """Which command printed a result, and what it was measured with.
+
+    >>> origin(CoverageResult(()))
+    'Printed by `modpass coverage`.'
+    """
     made_with = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     states = Counter(r.code for r in result.rows if r.code)
     told = ", ".join(f"{code} ({n})" for code, n in states.most_common())
     codes = f" State of the pass, as a digest of its source files, by rows: {told}." if told else ""
-    return f"Printed by `modpass coverage`{f', measured with {made_with}' if made_with else ''}.{codes}"
+    return f"Printed by `{command}`{f', measured with {made_with}' if made_with else ''}.{codes}"
 
 
-def _counts(family: str, rows: Sequence[CoverageRow], stages: Sequence[str]) -> tuple[str, ...]:
+def counts(family: str, rows: Sequence[CoverageRow], stages: Sequence[str]) -> tuple[str, ...]:
+    """A line of a table: how many rows of a family passed each stage.
+
+    >>> counts("image", [CoverageRow("image", "vit", "ViT", ("make",))], ("make", "run"))
+    ('image', '1', '0')
+    """
     return (family, *(str(sum(r.reached(s) for r in rows)) for s in stages))
 
 
@@ -158,7 +168,14 @@ def _cells(row: CoverageRow) -> tuple[str, ...]:
     return (row.name, row.kind, routed, row.failed or "", row.outcome, reason)
 
 
-def _grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A markdown table.
+
+    >>> print(grid(["a"], [["b|c"]]))
+    | a |
+    | --- |
+    | b\\|c |
+    """
     lines = [headings, ["---"] * len(headings), *rows]
     clean = ([" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in lines)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in clean)

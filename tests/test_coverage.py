@@ -182,9 +182,10 @@ def test_decode_rows_are_kept_and_rendered(tmp_path: Path) -> None:
     refused = CoverageRow("causal-lm", "bert", "Y", ("make", "run", "trace"), "decode", "refused", "not | causal")
     file.write_text(CoverageResult((row, refused), "decode").to_json())
     result = coverage.run_decode(["llama", "bert"], progress=False, record=file)
-    text = render_decode(result.rows)
-    assert "| 2 | 2 | 2 | 2 | 1 |" in text
-    assert "| bert | decode | refused | not / causal |" in text
+    text = render_decode(result)
+    assert "| causal-lm | 2 | 2 | 2 | 1 |" in text
+    assert "| bert | decode | refused | not \\| causal |" in text
+    assert f"2 of {len(model_names('causal-lm'))} architectures were measured; not: " in text
 
 
 # Processes: the works below run in a child

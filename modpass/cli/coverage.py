@@ -67,7 +67,7 @@ def command(
         if family not in (None, "causal-lm") or last is not None:
             raise typer.BadParameter("it takes causal-lm alone, and no --last", param_hint="'--decode'")
         result = run_decode(only, jobs=jobs, timeout_s=timeout, record=record, again=outcomes)
-        report = render_decode(result.rows)
+        report = render_decode(result)
     else:
         result = run(family, only, jobs=jobs, timeout_s=timeout, last=last or STAGES[-1], record=record, again=outcomes)
         report = render(result)
