@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -163,8 +164,7 @@ class _Probe:
         """Let blocks take as many tokens as they would at the padded length."""
         blocks = list(self.model.routed_blocks.values()) if whole is not None else []
         for block in blocks:
-            k = block.slots(whole)  # type: ignore[arg-type]
-            block.slots = lambda sequence, k=k: min(k, sequence)  # type: ignore[method-assign, misc]
+            block.slots = partial(min, block.slots(whole))  # type: ignore[method-assign, arg-type]
         try:
             yield
         finally:
