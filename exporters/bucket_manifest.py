@@ -164,8 +164,10 @@ class _Reader(Reader):
                 )
         if not found.buckets:
             raise StateError(f"the manifest '{self.path}' lists no bucket; export the model again")
-        if found.mask is not None and found.mask.name not in {p.name for p in found.inputs}:
-            raise StateError(f"the manifest '{self.path}': the mask '{found.mask.name}' is no input")
+        if found.mask is not None and (
+            found.mask.name not in {p.name for p in found.inputs} or found.mask.real not in (0, 1)
+        ):
+            raise StateError(f"the manifest '{self.path}': the mask '{found.mask.name}' is no input, or not of 0 and 1")
         return found
 
     def port(self, raw: Any, where: str) -> Port:

@@ -117,10 +117,11 @@ def own_folder(folder: str | os.PathLike[str], marker: str) -> None:
 
 
 def _shapes(buckets: Sequence[Sizes], dims: Mapping[str, int]) -> list[FixedShape]:
-    if isinstance(buckets, str) or not isinstance(buckets, Sequence) or not buckets:
+    given: Any = buckets
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
         raise InputError(f"buckets is {buckets!r}; give pairs of (batch, sequence), such as [(1, 256), (8, 1024)]")
     shapes = []
-    for bucket in buckets:
+    for bucket in given:
         if not isinstance(bucket, Sequence) or isinstance(bucket, str) or len(bucket) != 2:
             raise InputError(f"the bucket {bucket!r} is no pair of (batch, sequence)")
         shapes.append(FixedShape(bucket[0], bucket[1], dims))

@@ -89,6 +89,8 @@ def export_triton(
     options.check()
     folder, models = _read(source)
     name = _name(name if name is not None else (folder or models[0].path.with_suffix("")).resolve().name)
+    if kind == "cpu" and any(m.manifest.kind == "engine" for m in models):
+        raise InputError("kind is 'cpu', but an engine runs on a GPU; give kind='gpu', or the ONNX files")
     names = [f"{name}_{m.label}" for m in models]
     if twice := next((n for n in names if names.count(n) > 1), None):
         raise InputError(f"two files have the shape of '{twice}'; a repository has one model for each")

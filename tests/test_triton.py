@@ -205,6 +205,8 @@ def test_engines_are_plans(tmp_path: Path) -> None:
         ExportError, match="is an engine of tensorrt-rtx, which Triton's TensorRT backend does not load"
     ):
         export_triton(engine(tmp_path / "x.engine", "tensorrt-rtx"), tmp_path / "x")
+    with pytest.raises(InputError, match="kind is 'cpu', but an engine runs on a GPU"):
+        export_triton(engines, tmp_path / "x", kind="cpu")
     with pytest.raises(InputError, match="two files have the shape of 'm_1x8'"):
         export_triton([engines[0], engines[0]], tmp_path / "x", "m")
     assert not (tmp_path / "x").exists()

@@ -97,7 +97,7 @@ class Serving:
     def repack(self, model: str) -> bool:
         """Write the repository, if MODEL is what modpass exported before; whether it is."""
         from modpass.exporters.bucket_manifest import FILE
-        from modpass.exporters.triton import manifest_path
+        from modpass.exporters.manifest import manifest_path
 
         path = Path(model)
         if self.triton is None or not ((path / FILE).is_file() or (path.is_file() and manifest_path(path).is_file())):
@@ -118,7 +118,8 @@ class Serving:
     ) -> None:
         """Write the buckets, compare each with the model, and write the repository."""
         from modpass.exporters import export_buckets
-        from modpass.exporters.triton import FILE, own_folder
+        from modpass.exporters.buckets import own_folder
+        from modpass.exporters.triton import FILE
 
         if self.triton is not None:
             own_folder(self.triton, FILE)
