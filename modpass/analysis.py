@@ -363,9 +363,6 @@ def gather_of(node: fx.Node, side: fx.Node, sizes: Sizes) -> Gather | None:
 
 def _gather(node: fx.Node, side: fx.Node, value: Any, sizes: Sizes) -> Gather | None:
     """How ``side`` follows the tokens into ``node``: aligned from the right, as broadcasting aligns it."""
-    shape = shape_of(value)
-    if not any(map(sizes.carries, shape)):
-        return None
     shape = _as_broadcast(node, side, value, sizes)
     counted = [i for i, size in enumerate(shape) if sizes.carries(size)]
     if not counted:
@@ -386,11 +383,16 @@ def _gather(node: fx.Node, side: fx.Node, value: Any, sizes: Sizes) -> Gather | 
 
 
 def _as_broadcast(node: fx.Node, side: fx.Node, value: Any, sizes: Sizes) -> tuple[Expr, ...]:
-    """A size such as ``L - Max(0, L - S)``, cut from a table, is S or 1 where it broadcasts against S."""
+    """A size such as ``L - Max(0, L - S)``, cut from a table, is S or 1 where it broadcasts against S.
+
+    A number that is not 1 is S as well: the trace could not work out that the model runs at this length alone.
+    """
     shape, out = shape_of(value), _broadcast_shape(node, side) or ()
     offset, found = len(out) - len(shape), list(shape)
     for i, size in enumerate(shape):
-        if offset >= 0 and sizes.carries(size) and sizes.canonical(size) != SEQUENCE:
+        if offset < 0 or size == 1 or (size.is_Integer and out[offset + i].is_Integer):
+            continue
+        if (size.is_Integer or sizes.carries(size)) and sizes.canonical(size) != SEQUENCE:
             if hint_of(value.shape[i]) == 1:
                 found[i] = sympy.Integer(1)
             elif sizes.canonical(out[offset + i]) == SEQUENCE:

@@ -163,6 +163,35 @@ class Settled(PreNorm):
         return super().forward(x * settings["scale"]) + x
 
 
+class Tabled(nn.Module):
+    """Adds a table with a row for each of eighteen tokens: its own, or one that it is given."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.block = PreNorm(ByProducts(by_einsum), 48)
+        self.place = nn.Parameter(torch.randn(18, 48)) if own else None
+
+    def forward(self, x: Tensor, place: Tensor) -> Tensor:
+        table = place if self.place is None else self.place
+        y: Tensor = self.block(x + table.view(1, x.shape[1], 48))
+        return x + y
+
+
+class OfPieces(nn.Module):
+    """Tokens are pieces of a row: their number is an expression, of which the trace cannot tell that it is 18."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.cut, self.place = nn.Conv1d(5, 48, 3, 3), nn.Parameter(torch.randn(18, 48))
+        self.blocks = nn.ModuleList(Tabled(own) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.cut(x).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x, self.place)
+        return x
+
+
 class SharedKeys(nn.Module):
     """Blocks that make queries alone, and attend to keys and values made once for all of them."""
 
@@ -264,6 +293,8 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], dict[str, A
         lambda: Loose(lambda w, h: ByProducts(by_einsum), 2),
         lambda B, S: {**ids(B, S), "scale": torch.rand(B, S, 1)},
     ),
+    "a table of one length": (lambda: OfPieces(False), lambda B, S: {"x": torch.randn(B, 5, 54)}),
+    "a table of the block's own": (lambda: OfPieces(True), lambda B, S: {"x": torch.randn(B, 5, 54)}),
     "fixed tokens": (FixedTokens, lambda B, S: {"x": torch.randn(B, 16, 48)}),
 }
 
