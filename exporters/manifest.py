@@ -35,7 +35,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class RoutedSpec:
-    """One routed block as exported: ``k`` of ``sequence`` tokens; the ONNX value ``indices`` says which."""
+    """One routed block as exported: ``k`` of ``sequence`` tokens; the ONNX value ``indices`` says which.
+
+    ``selector`` is how expert choice finds them: "topk", or "bisection" where k is above TensorRT's limit.
+    """
 
     capacity: float
     sequence: int
@@ -43,6 +46,7 @@ class RoutedSpec:
     gate: str
     selection: str
     indices: str | None = None
+    selector: str | None = None
 
 
 @dataclass(frozen=True)
@@ -227,5 +231,6 @@ class _Reader(Reader):
             gate=str,
             selection=str,
             indices=_TEXT_OR_NONE,
+            selector=_TEXT_OR_NONE,
         )
         return spec
