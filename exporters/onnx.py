@@ -34,7 +34,7 @@ from modpass.files import sha256, whole_file
 from modpass.model import RoutedModel
 from modpass.routing import RoutedBlock, recorded_choices
 
-__all__ = ["as_onnx", "export_onnx", "lower", "open_dims", "prove_static", "specs", "strip", "weights_dtype"]
+__all__ = ["as_onnx", "export_onnx", "facts", "lower", "open_dims", "prove_static", "specs", "strip", "weights_dtype"]
 
 Precision = Literal["float32", "float16", "bfloat16"]
 _LOG = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def export_onnx(
     routed = model if isinstance(model, RoutedModel) else modpass.trace(model)
     graph, indices = as_onnx(routed, shape, opset, dtype)
     target = Path(path)
-    manifest = _write(graph, target, _facts(routed, graph, shape, indices))
+    manifest = _write(graph, target, facts(routed, graph, shape, indices))
     manifest.save(manifest_path(target))
     return manifest
 
@@ -264,7 +264,8 @@ def prove_static(graph: ir.Model) -> None:
         )
 
 
-def _facts(model: RoutedModel, graph: ir.Model, shape: FixedShape, indices: dict[str, str]) -> dict[str, Any]:
+def facts(model: RoutedModel, graph: ir.Model, shape: FixedShape, indices: dict[str, str]) -> dict[str, Any]:
+    """What a manifest says of a graph of ``as_onnx``, but for the file."""
     chosen = {str(v.name): v for v in _values(graph) if v.name in set(indices.values())}
     blocks = {}
     for name, block in model.routed_blocks.items():
