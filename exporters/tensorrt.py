@@ -84,7 +84,7 @@ def build_engine(
     seconds = round(time.perf_counter() - started, 3)
     built = replace(
         manifest, kind="engine", file=Path(engine).name, data=None, flavor=flavor,
-        onnx_sha256=manifest.sha256, compute_capability=compute_capability, build_seconds=seconds,
+        onnx_sha256=manifest.sha256, compute_capabilities=(compute_capability,), build_seconds=seconds,
         versions={**manifest.versions, **versions(facts.module)},
     )  # fmt: skip
     built = _write(engine, plan, built)
