@@ -81,6 +81,6 @@ class Verdict:
         return self
 
     def __str__(self) -> str:
-        files = len({c.file for c in self.checks})
+        files = len({c.file for c in self.checks} - {"."})
         left = f", {self.count('not run')} could not be made" if self.count("not run") else ""
         return f"sound: {self.count('passed')} checks of {files} file{'s' * (files > 1)} passed{left}"

@@ -22,6 +22,7 @@ from modpass.exporters.decoder_manifest import TOKENIZER, DecoderManifest
 from modpass.exporters.decoder_probe import PROBE, record_decoder
 from modpass.exporters.manifest import DataFile, Manifest, RoutedSpec, manifest_path, versions
 from modpass.exporters.onnx import Precision, lower, prove_static, specs, strip, weights_dtype
+from modpass.exporters.origins import note_origins
 from modpass.exporters.precision import to_precision
 from modpass.files import sha256, whole_directory
 from modpass.model import RoutedModel
@@ -102,6 +103,7 @@ def _graph(model: PrefillModel | StepModel, opset: int, dtype: Precision | None)
     """The ONNX graph of one half, under the names of its inputs and outputs."""
     tensors = {i.name: torch.zeros(i.shape, dtype=i.dtype) for i in model.inputs}
     graph = lower(model, tensors, opset, model.output_names)
+    note_origins(graph, model)
     strip(graph)
     prove_static(graph)
     return to_precision(graph, dtype) if dtype in ("float16", "bfloat16") else graph

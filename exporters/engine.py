@@ -12,6 +12,7 @@ from modpass.errors import BuildError, VerificationError
 from modpass.exporters.device import Layout
 from modpass.exporters.plan import CheckedPlan
 from modpass.exporters.trt_api import TensorRT
+from modpass.exporters.trt_refit import put_weights
 
 __all__ = ["Engine"]
 
@@ -30,6 +31,8 @@ _TORCH_DTYPES = {
 class Engine:
     """A deserialised engine with one execution context; it takes none but a checked plan.
 
+    An engine that was built without weights takes them from the ONNX file of the same name beside it.
+
     inputs, outputs: their layouts by name; scratch_bytes: device memory for intermediate tensors.
 
     Raises:
@@ -47,6 +50,8 @@ class Engine:
         # The runtime must outlive the engine, and the engine its context.
         self._runtime = tensorrt.module.Runtime(tensorrt.logger)
         self._engine = self._made(self._runtime.deserialize_cuda_engine(plan.content), "engine")
+        if plan.manifest.stripped:
+            put_weights(tensorrt, self._engine, plan, plan.path.with_suffix(".onnx"))
         self._context = self._made(self._engine.create_execution_context(), "execution context")
         self._branches = (
             b"stream_capturable=0" in plan.content
@@ -109,6 +114,11 @@ class Engine:
         """
         if not self._context.execute_async_v3(stream):
             raise BuildError(self._sentence("run"))
+
+    def inspect(self) -> str:
+        """What TensorRT's engine inspector tells, as JSON."""
+        layout = self._tensorrt.module.LayerInformationFormat.JSON
+        return str(self._engine.create_engine_inspector().get_engine_information(layout))
 
     def uncapturable(self, stream: int) -> str | None:
         """Why a CUDA graph cannot hold a run on this stream; None where nothing is known against it."""

@@ -25,7 +25,8 @@ def read_graph(path: str | os.PathLike[str]) -> onnx.ModelProto:
     try:
         model = onnx.load(os.fspath(path), load_external_data=False)
     except (OSError, DecodeError, ValueError) as e:
-        raise VerificationError(f"'{path}' cannot be read as an ONNX model: {e}; export it again") from e
+        said = " ".join(str(e).split())
+        raise VerificationError(f"'{path}' cannot be read as an ONNX model: {said}; export it again") from e
     if not model.graph.node:
         raise VerificationError(f"'{path}' holds no ONNX graph; export it again")
     return model

@@ -59,8 +59,8 @@ class DataFile:
 class Manifest:
     """The facts about one exported file (``kind`` is ``"onnx"`` or ``"engine"``).
 
-    ``bytes`` is the size of an engine, ``build_seconds`` how long TensorRT took; both are None for ONNX. ``probe``
-    holds what the model computes from inputs of a seed (``modpass.exporters.probe``).
+    ``bytes`` is the size of an engine, ``build_seconds`` how long TensorRT took; both are None for ONNX. ``stripped``:
+    the engine holds no weights. ``probe`` holds what the model computes from inputs of a seed.
 
     >>> Manifest("onnx", "m.onnx", "00", 18, "float32").routed_blocks
     {}
@@ -82,6 +82,7 @@ class Manifest:
     probe: DataFile | None = None
     flavor: str | None = None
     compute_capabilities: tuple[str, ...] = ()
+    stripped: bool = False
     onnx_sha256: str | None = None
     build_seconds: float | None = None
     bytes: int | None = None
@@ -167,7 +168,9 @@ def read_digest(file: Path) -> str:
 
 def _without_unset(facts: dict[str, Any]) -> dict[str, Any]:
     """Engine facts have no place in the manifest of an ONNX file, nor has a data file that does not exist."""
-    optional = {"data", "probe", "flavor", "compute_capabilities", "onnx_sha256", "build_seconds", "bytes"}
+    optional = {
+        "data", "probe", "flavor", "compute_capabilities", "stripped", "onnx_sha256", "build_seconds", "bytes",
+    }  # fmt: skip
     return {k: v for k, v in facts.items() if v or k not in optional}
 
 
@@ -201,6 +204,7 @@ class _Reader(Reader):
             versions=dict,
             parity=(dict, type(None)),
             flavor=_TEXT_OR_NONE,
+            stripped=bool,
             onnx_sha256=_TEXT_OR_NONE,
             build_seconds=(*_NUMBER, type(None)),
             bytes=(int, type(None)),

@@ -87,10 +87,10 @@ def check_target(
         raise StateError(f"'{path}' is of {built.flavor or built.kind}, not of {flavor}; {again}")
     facts = find(flavor)
     own = built.versions.get(facts.module)
-    if version is not None and own != version:
+    if own is None or own != (version or own):
         raise StateError(
-            f"'{path}' was built by {facts.title} {own or 'of an unknown version'}, this is {version}, and a plan is "
-            f"read by its own version alone; {again}"
+            f"'{path}' was built by {facts.title} {own or 'of an unknown version'}, this is {version or 'unknown'}, "
+            f"and a plan is read by its own version alone; {again}"
         )
     if capability is not None and capability not in built.compute_capabilities:
         found = " and ".join(built.compute_capabilities) or "an unknown one"

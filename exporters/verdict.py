@@ -19,6 +19,7 @@ from modpass.exporters.decoder_manifest import FILE, TOKENIZER, DecoderManifest,
 from modpass.exporters.decoder_probe import run_decoder_probe
 from modpass.exporters.external import check_external, read_graph
 from modpass.exporters.manifest import Manifest, manifest_path
+from modpass.exporters.myelin import program
 from modpass.exporters.plan import check_target, read_plan
 from modpass.exporters.structure import check_structure
 from modpass.exporters.verify import VerificationReport, compare, run_probe
@@ -47,7 +48,8 @@ def verdict(path: str | os.PathLike[str], model: RoutedModel | torch.nn.Module |
     if not target.exists():
         raise StateError(f"there is no '{target}'")
     if target.is_file() and target.name != FILE:
-        return Verdict(_file(target.with_suffix("") if target.suffix == ".json" else target, model).checks)
+        file = target.with_suffix("") if target.suffix == ".json" else target
+        return Verdict(_file(file, file.name, model).checks)
     if model is not None:
         raise StateError(f"'{target}' is a folder; a model is compared with one ONNX file: name that")
     folder = target if target.is_dir() else target.parent
@@ -55,7 +57,7 @@ def verdict(path: str | os.PathLike[str], model: RoutedModel | torch.nn.Module |
 
 
 def _folder(root: Path) -> Iterator[Series]:
-    links = Series(root.name or str(root))
+    links = Series(".")
     links.run("links", lambda: _no_way_out(root))
     yield links
     if links.checks[0].result == "failed":
@@ -67,9 +69,13 @@ def _folder(root: Path) -> Iterator[Series]:
             f"'{root}' holds nothing that modpass exported: no ONNX file, engine or '{FILE}'; name the folder of one"
         )
     for folder in decoders:
-        yield _decoder(folder)
+        yield _decoder(folder, _label(folder / FILE, root))
     for file in files:
-        yield _file(file, None)
+        yield _file(file, _label(file, root), None)
+
+
+def _label(path: Path, root: Path) -> str:
+    return path.relative_to(root).as_posix()
 
 
 def _no_way_out(root: Path) -> str:
@@ -87,8 +93,8 @@ def _exported(path: Path) -> Path | None:
     return path if path.suffix in _EXPORTED or (path.is_file() and manifest_path(path).is_file()) else None
 
 
-def _file(path: Path, model: RoutedModel | torch.nn.Module | None) -> Series:
-    series, found = Series(path.name), dict[str, Manifest]()
+def _file(path: Path, label: str, model: RoutedModel | torch.nn.Module | None) -> Series:
+    series, found = Series(label), dict[str, Manifest]()
 
     def manifest() -> str:
         found["it"] = Manifest.load(manifest_path(path))
@@ -160,7 +166,13 @@ def _engine(series: Series, path: Path, manifest: Manifest) -> None:
         return built + (f"; this machine's {' and '.join(unknown)} unknown" if unknown else "")
 
     def content() -> str:
-        return f"SHA-256 of {len(read_plan(path, manifest))} bytes"
+        plan = read_plan(path, manifest)
+        if manifest.flavor == "tensorrt-rtx" and (own := program(plan).capabilities) != manifest.compute_capabilities:
+            raise VerificationError(
+                f"'{path}' says that it is for compute capability {' and '.join(own) or 'none'}, its manifest "
+                f"for {' and '.join(manifest.compute_capabilities) or 'none'}; build it again"
+            )
+        return f"SHA-256 of {len(plan)} bytes"
 
     def origin() -> str:
         graph = path.with_suffix(".onnx")
@@ -181,8 +193,8 @@ def _engine(series: Series, path: Path, manifest: Manifest) -> None:
     series.run("structure", origin)
 
 
-def _decoder(folder: Path) -> Series:
-    series, found = Series(str(Path(folder.name, FILE))), dict[str, DecoderManifest]()
+def _decoder(folder: Path, label: str) -> Series:
+    series, found = Series(label), dict[str, DecoderManifest]()
 
     def manifest() -> str:
         found["it"] = DecoderManifest.load(folder)
