@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from modpass.errors import BuildError
+from modpass.exporters.trt_api import parse_capability
 
 __all__ = ["Kernel", "Program", "program"]
 
@@ -60,7 +61,7 @@ def program(plan: bytes) -> Program:
     Traceback (most recent call last):
     modpass.errors.BuildError: the engine holds no program text, which TensorRT-RTX alone writes; ask a GPU's ...
     """
-    texts = [t for t in _texts(plan) if "name=devmem" in t]
+    texts = [t for t in _texts(plan) if _capabilities(t)]  # the others are kernels that are fused when loaded
     if not texts:
         raise BuildError(
             "the engine holds no program text, which TensorRT-RTX alone writes; ask a GPU's engine inspector instead"
@@ -71,7 +72,8 @@ def program(plan: bytes) -> Program:
     main = main.partition("\nshape_main {")[0]
     sizes = dict(_sizes(descriptors))
     memory = sum(int(s) for s in re.findall(r"region = \{ name=devmem\w* size=(\d+)", header))
-    return Program(_capabilities(header), tuple(_kernels(main, sizes)), memory, "stream_capturable=1" in header)
+    targets = sorted({c for t in texts for c in _capabilities(t)}, key=parse_capability)
+    return Program(tuple(targets), tuple(_kernels(main, sizes)), memory, "stream_capturable=1" in header)
 
 
 def _texts(plan: bytes) -> Iterator[str]:
@@ -80,8 +82,8 @@ def _texts(plan: bytes) -> Iterator[str]:
         yield plan[match.start() : end if end > 0 else len(plan)].decode("utf-8", "replace")
 
 
-def _capabilities(header: str) -> tuple[str, ...]:
-    found = re.search(r"accelerators=\{([^}]*)\}", header)
+def _capabilities(text: str) -> tuple[str, ...]:
+    found = re.search(r"accelerators=\{([^}]*)\}", text)
     names = re.findall(r"sm(\d+)(\d)", found[1]) if found else []
     return tuple(f"{int(major)}.{minor}" for major, minor in names)
 

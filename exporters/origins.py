@@ -35,6 +35,7 @@ def note_origins(graph: ir.Model, model: nn.Module) -> None:
         found = _GENERATED.findall(trace)
         traced = next((nodes[f][n] for f, n in reversed(found) if n in nodes.get(f, {})), None)
         own = origin({"stack_trace": trace})
+        own[MODULE] = next((s.removeprefix("model.") for s in reversed(module_scopes(node))), "")
         if traced is not None and traced.op == "call_module":  # what a routed block adds around the user's block
             own[MODULE] = str(traced.target)
         elif traced is not None:

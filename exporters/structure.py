@@ -29,7 +29,7 @@ def check_structure(path: str | os.PathLike[str], model: onnx.ModelProto, manife
     _same_ports(path, "inputs", [v for v in graph.input if v.name not in weights], manifest.inputs)
     _same_ports(path, "outputs", graph.output, manifest.outputs)
     shapes = {v.name: _spec(v) for v in (*graph.value_info, *graph.output)}
-    made = {name for node in graph.node for name in node.output}
+    made = weights | {name for node in graph.node for name in node.output}
     for block, routed in manifest.routed_blocks.items():
         _check_block(path, block, routed, shapes, made)
     unknown = sorted(_routers(graph.node) - manifest.routed_blocks.keys())

@@ -120,7 +120,7 @@ def test_what_a_session_cannot_do_is_refused_in_words(
 
 
 def test_a_changed_or_missing_file_is_refused_before_it_is_loaded(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"there is no '.*decoder.json'"):
+    with pytest.raises(StateError, match=r"there is no manifest '.*decoder.json'"):
         DecoderSession(tmp_path)
     for name in ("prefill.onnx", "decode.onnx"):
         copy = tmp_path / name

@@ -222,6 +222,22 @@ def test_what_is_not_sound_is_one_sentence_and_nothing_is_loaded(
     assert loaded == []
 
 
+def test_a_model_is_compared_and_another_one_is_told(exported: Path, capsys: Capture) -> None:
+    out, _ = run(capsys, "verify", exported / "m.onnx", "--model", "tests.broken_exports:encoder")
+    assert "of the model, token choices 100.00% equal" in out
+    other = ("verify", str(exported / "m.onnx"), "--model", "tests.bench_decoder:decoder")
+    assert "which the model does not" in refused(capsys, exported, other)
+    assert "a model is compared with one ONNX file" in refused(capsys, exported, ("verify", str(exported), *other[2:]))
+
+
+def test_a_folder_with_nothing_in_it_and_a_link_out_of_it_are_told(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "notes.txt").write_text("dear")
+    assert "holds nothing that modpass exported" in refused(capsys, tmp_path, ("verify", str(tmp_path)))
+    assert "there is no manifest" in refused(capsys, tmp_path, ("verify", str(tmp_path / "notes.txt")))
+    (tmp_path / "out").symlink_to("/")
+    assert "a symlink out of the folder" in refused(capsys, tmp_path, ("verify", str(tmp_path)))
+
+
 # Any byte
 
 

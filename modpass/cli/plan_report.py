@@ -32,9 +32,10 @@ Kernels = Annotated[
 
 
 def command(engines: Engines, kernels: Kernels = 0) -> None:
-    """Report an engine: kernels, device memory, bytes moved, and whether a CUDA graph can hold it.
+    """Report what an engine will do on a GPU.
 
-    A TensorRT-RTX engine is read without a GPU; one of TensorRT needs the GPU that it was built for.
+    Kernels, device memory, bytes moved, and whether a CUDA graph can hold it. A TensorRT-RTX engine is read without a
+    GPU; one of TensorRT needs the GPU that it was built for.
     """
     if len(engines) > 2:
         raise typer.BadParameter("one engine is reported, or two are compared", param_hint="'ENGINE'")

@@ -35,9 +35,10 @@ ModelOption = Annotated[
 
 
 def command(target: Target, model: ModelOption = None, factory: Factory = None) -> None:
-    """Check an export before it is used: hashes, weights, shapes, routed blocks, target, outputs.
+    """Check an export before it is used.
 
-    Nothing is loaded before its hash fits, and nothing is written. The exit code is 0 if all is sound, else 1.
+    Hashes, weights, shapes, routed blocks, an engine's target, outputs. Nothing is loaded before its hash fits, and
+    nothing is written. The exit code is 0 if all is sound, else 1.
     """
     from modpass.exporters.verdict import verdict
 
