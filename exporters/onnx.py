@@ -28,6 +28,7 @@ from modpass.exporters.manifest import (
     manifest_path,
     versions,
 )
+from modpass.exporters.origins import MODULE, SOURCE, note_origins
 from modpass.exporters.precision import to_precision
 from modpass.exporters.shapes import FixedShape, example_tensors
 from modpass.files import sha256, whole_file
@@ -114,6 +115,7 @@ def as_onnx(
     graph = _lower(model, tensors, opset)
     _name_values(graph, model, list(tensors))
     indices = _take_choices(graph, list(model.routed_blocks))
+    note_origins(graph, model)
     strip(graph)
     prove_static(graph)
     if dtype in ("float16", "bfloat16"):
@@ -217,8 +219,8 @@ def _take_choices(graph: ir.Model, blocks: list[str]) -> dict[str, str]:
 
 
 def strip(graph: ir.Model) -> None:
-    """No stack trace, no source path: only the module path of each node stays."""
-    kept = {"namespace", "pkg.torch.onnx.name_scopes"}
+    """No stack trace, no source path: module path, file name and line of each node stay."""
+    kept = {"namespace", "pkg.torch.onnx.name_scopes", MODULE, SOURCE}
     for node in graph.graph.all_nodes():
         for key in [k for k in node.metadata_props if k not in kept]:
             del node.metadata_props[key]
