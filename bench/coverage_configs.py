@@ -166,7 +166,7 @@ def _layers(plain: Any, defaults: Mapping[str, Any], small: Mapping[str, Any]) -
 def _layer_numbers(plain: Any, defaults: Mapping[str, Any]) -> dict[str, list[int]]:
     """Layers that are told by number are among those that are left."""
     named = {n: getattr(plain, n, None) for n in defaults if _LAYER_NUMBERS.fullmatch(n)}
-    return {n: [min(v, LAYERS - 1) for v in value] for n, value in named.items() if _numbers(value)}
+    return {n: [min(v, LAYERS - 1) for v in value] for n, value in named.items() if value and _numbers(value)}
 
 
 def _hashable(kind: tuple[Any, ...]) -> bool:
