@@ -15,9 +15,11 @@ from modpass.decode import PrefillModel, StepModel, decode_step, prefill
 from modpass.decode.block import Skipping
 from modpass.errors import InputError
 from modpass.exporters.decoder_facts import describe, logits_of, vocabulary
-from modpass.exporters.decoder_manifest import DecoderManifest
+from modpass.exporters.decoder_manifest import TOKENIZER, DecoderManifest
+from modpass.exporters.decoder_probe import PROBE, record_decoder
 from modpass.exporters.manifest import DataFile, Manifest, RoutedSpec, manifest_path, versions
 from modpass.exporters.onnx import Precision, lower, prove_static, specs, strip, weights_dtype
+from modpass.exporters.origins import note_origins
 from modpass.exporters.precision import to_precision
 from modpass.exporters.shared_weights import save_shared
 from modpass.files import sha256, whole_directory
@@ -80,18 +82,25 @@ def export_decoder(
         for name, graph in graphs.items():
             _manifest(graph, folder / name, routed, step).save(manifest_path(folder / name))
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder / "tokenizer")
+            tokenizer.save_pretrained(folder / TOKENIZER)
         ids = vocabulary(step, _width(graphs[DECODE], logits_of(step)))
-        files = {n: sha256(folder / n) for n in (*graphs, WEIGHTS)}
+        files = {n: sha256(folder / n) for n in (*graphs, WEIGHTS, *_below(folder, TOKENIZER))}
         found = describe(step, prompt, ids, weights_dtype(graphs[DECODE]), skipping, files)
+        record_decoder(first, step, found).save(folder / PROBE)
+        found = replace(found, files={**files, PROBE: sha256(folder / PROBE)})
         found.save(folder)
     return found
+
+
+def _below(folder: Path, part: str) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in Path(folder, part).rglob("*") if p.is_file())
 
 
 def _graph(model: PrefillModel | StepModel, opset: int, dtype: Precision | None) -> ir.Model:
     """The ONNX graph of one half, under the names of its inputs and outputs."""
     tensors = {i.name: torch.zeros(i.shape, dtype=i.dtype) for i in model.inputs}
     graph = lower(model, tensors, opset, model.output_names)
+    note_origins(graph, model)
     strip(graph)
     prove_static(graph)
     return to_precision(graph, dtype) if dtype in ("float16", "bfloat16") else graph

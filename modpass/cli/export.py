@@ -155,6 +155,7 @@ def _print_written(out: Path, manifest: Manifest) -> None:
     screen.print(table)
     for name, block in manifest.routed_blocks.items():
         tokens = f"{block.k} of {block.sequence} tokens"
-        screen.print(f"{name}: {tokens} (capacity {block.capacity:g})", markup=False)
+        how = ", by bisection: TensorRT's TopK ends at 3840" if block.selector == "bisection" else ""
+        screen.print(f"{name}: {tokens} (capacity {block.capacity:g}{how})", markup=False)
     facts = f"{mebibytes(out.stat().st_size)}, opset {manifest.opset}, {manifest.dtype}"
     screen.print(f"wrote {out} ({facts}) and {out}.json", markup=False)
