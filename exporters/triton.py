@@ -7,7 +7,6 @@ Source: Triton Inference Server, "Model Repository" and "Model Configuration".
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -19,14 +18,15 @@ from typing import Any
 import numpy as np
 
 from modpass.errors import ExportError, InputError
-from modpass.exporters.bucket_manifest import Bucket, BucketManifest, label
+from modpass.exporters.bucket_manifest import Bucket, BucketManifest, check_files, label
 from modpass.exporters.buckets import own_folder
 from modpass.exporters.manifest import Manifest, manifest_path
+from modpass.exporters.sealed import read_sealed, write_sealed
 from modpass.exporters.triton_config import Instances, config_text
 from modpass.files import sha256, whole_directory
 from modpass.version import __version__
 
-__all__ = ["FILE", "export_triton"]
+__all__ = ["FILE", "check_repository", "export_triton"]
 
 FILE, SCHEMA = "triton.json", 1
 KINDS = ("auto", "cpu", "gpu")
@@ -156,6 +156,8 @@ def _checked(path: Path) -> _Model:
             f"'{path}' is an engine of {manifest.flavor}, which Triton's TensorRT backend does not load; build it with "
             f"flavor='tensorrt', or serve the ONNX file"
         )
+    if manifest.stripped:
+        raise ExportError(f"'{path}' is an engine without its weights, which Triton cannot put back; build it whole")
     if manifest.kind == "onnx" and manifest.dtype == "bfloat16":
         raise ExportError(
             f"'{path}' is in bfloat16, which ONNX Runtime has no kernels for; export in float16, or build an engine"
@@ -171,8 +173,9 @@ def _write(directory: Path, title: str, model: _Model, options: _Options) -> Non
     version = directory / "1"
     version.mkdir(parents=True)
     shutil.copyfile(model.path, version / file)
-    if manifest.data is not None:
-        _link(model.path.parent / manifest.data.file, version / manifest.data.file, directory.parent)
+    for part in (manifest.data, manifest.probe):
+        if part is not None:
+            _link(model.path.parent / part.file, version / part.file, directory.parent)
     replace(manifest, file=file).save(manifest_path(version / file))
     text = config_text(
         title, platform, manifest.inputs, manifest.outputs, file=file, instances=options.instances,
@@ -209,21 +212,33 @@ def _buckets(folder: Path, repository: Path, name: str) -> None:
     manifest = BucketManifest.load(folder)
     moved = {b.file: f"{name}_{b.label}/1/model.onnx" for b in manifest.buckets}
     buckets = tuple(Bucket(b.batch, b.sequence, moved[b.file]) for b in manifest.buckets)
-    paths = [str(p.relative_to(repository)) for p in sorted(repository.glob("*/1/*")) if p.suffix != ".json"]
+    paths = [str(p.relative_to(repository)) for p in sorted(repository.glob("*/1/*")) if p.suffix in (".onnx", ".bin")]
     files = {p: sha256(repository / p) for p in paths}
     replace(manifest, buckets=buckets, files=files).save(repository)
 
 
 def _note(repository: Path, models: Mapping[str, _Model]) -> None:
-    """Write ``triton.json``: the models, and the SHA-256 of every file."""
-    files = {str(p.relative_to(repository)): sha256(p) for p in sorted(repository.rglob("*")) if p.is_file()}
+    """Write ``triton.json``: the models, and the SHA-256 of every file that the server reads."""
+    served = (p for p in sorted(repository.rglob("*")) if p.is_file() and p.suffix not in (".json", ".safetensors"))
     facts = {
-        "schema": SCHEMA,
         "kind": "triton",
         "models": {
             n: {"platform": _PLATFORMS[m.manifest.kind][0], "shape": m.manifest.shape} for n, m in models.items()
         },
         "versions": {"modpass": __version__},
-        "files": files,
+        "files": {p.relative_to(repository).as_posix(): sha256(p) for p in served},
     }
-    (repository / FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    write_sealed(repository / FILE, SCHEMA, facts)
+
+
+def check_repository(repository: Source) -> int:
+    """Hash again what a repository serves; how many files.
+
+    Raises:
+        StateError: it is no repository of modpass, or its ``triton.json`` has changed.
+        VerificationError: a file is missing or has changed.
+    """
+    missing = "'modpass export --triton' writes one"
+    files = read_sealed(Path(repository, FILE), SCHEMA, missing, "export it again")["files"]
+    check_files(Path(repository), files, FILE)
+    return len(files)

@@ -108,4 +108,4 @@ def test_a_folder_that_is_none_is_refused_before_ray_starts(tmp_path: Path) -> N
     pytest.importorskip("ray", reason="pip install 'modpass[serve]'")
     done = run(tmp_path, str(EXAMPLE), "absent")
     assert done.returncode == 1
-    assert "there is no 'absent/buckets.json', so 'absent' is no folder of buckets" in done.stderr
+    assert "there is no manifest 'absent/buckets.json'; so 'absent' is no folder of buckets" in done.stderr
