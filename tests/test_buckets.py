@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -22,7 +23,6 @@ from modpass.exporters import BucketManifest, BucketSession, FixedShape, export_
 from modpass.exporters.bucket_fit import Fit
 from modpass.exporters.padding import find_mask, try_padding
 from modpass.exporters.sealed import write_sealed
-from tests.sealing import change
 from tests.test_transform import routed_pair, set_blocks
 from tests.zoo import ZOO, first, make
 
@@ -274,10 +274,16 @@ def test_a_mask_that_is_none_is_refused(tmp_path: Path) -> None:
         export_buckets(tiny_decoder(), tmp_path / "b", [(1, 8)], padding_mask="foo")
 
 
+@cache
+def _tiny(folder: Path) -> Path:
+    export_buckets(tiny_decoder(), folder / "tiny", [(1, 4), (2, 8)])
+    return folder / "tiny"
+
+
 @pytest.fixture
-def tiny(tmp_path: Path) -> Path:
-    export_buckets(tiny_decoder(), tmp_path / "tiny", [(1, 4), (2, 8)])
-    return tmp_path / "tiny"
+def tiny(folder: Path, tmp_path: Path) -> Path:
+    """A folder of its own to damage."""
+    return Path(shutil.copytree(_tiny(folder), tmp_path / "tiny"))
 
 
 def test_a_folder_is_replaced_only_by_one_that_is_whole(tiny: Path) -> None:
@@ -304,6 +310,11 @@ def test_a_changed_file_is_not_loaded(name: str, tiny: Path) -> None:
     (tiny / name).unlink()
     with pytest.raises(VerificationError, match=f"{name}' is missing"):
         BucketSession(tiny)
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    raw = json.loads((folder / "buckets.json").read_text())
+    return {k: v for k, v in raw.items() if k not in ("schema", "digest")}
 
 
 def _with(**fields: Any) -> Callable[[dict[str, Any]], Any]:
@@ -340,16 +351,15 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_manifest_is_refused_in_words(name: str, tiny: Path) -> None:
     alter, message = DAMAGE[name]
-    raw = {k: v for k, v in json.loads((tiny / "buckets.json").read_text()).items() if k not in ("schema", "digest")}
-    write_sealed(tiny / "buckets.json", 1, alter(raw))
+    write_sealed(tiny / "buckets.json", 1, alter(_facts(tiny)))
     with pytest.raises(StateError, match=message):
         BucketSession(tiny)
 
 
 def test_a_manifest_that_was_edited_or_leads_out_of_its_folder_is_refused(tiny: Path) -> None:
     path = tiny / "buckets.json"
-    raw = json.loads(path.read_text())
-    change(path, files={**raw["files"], "../tiny/1x4.onnx": "00"})
+    raw = _facts(tiny)
+    write_sealed(path, 1, {**raw, "files": {**raw["files"], "../tiny/1x4.onnx": "00"}})
     with pytest.raises(VerificationError, match="which leads out of the folder"):
         BucketSession(tiny)
     path.write_text(path.read_text().replace('"right"', '"left"'))
