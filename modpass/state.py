@@ -155,7 +155,8 @@ def _once(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str
     for name, tensor in named.items():
         if tensor.is_meta:
             raise StateError(f"'{name}' is on the meta device and has no values; load weights before saving")
-        if is_traceable_wrapper_subclass(tensor):
+        wraps: bool = is_traceable_wrapper_subclass(tensor)
+        if wraps:
             raise StateError(
                 f"'{name}' is a {type(tensor).__name__}, which a file of plain tensors cannot hold; save the model "
                 "before it is quantised or sharded, and do that again after loading"
