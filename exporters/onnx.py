@@ -28,13 +28,14 @@ from modpass.exporters.manifest import (
     manifest_path,
     versions,
 )
+from modpass.exporters.origins import MODULE, SOURCE, note_origins
 from modpass.exporters.precision import to_precision
 from modpass.exporters.shapes import FixedShape, example_tensors
 from modpass.files import sha256, whole_file
 from modpass.model import RoutedModel
 from modpass.routing import RoutedBlock, recorded_choices
 
-__all__ = ["as_onnx", "export_onnx", "lower", "open_dims", "prove_static", "specs", "strip", "weights_dtype"]
+__all__ = ["as_onnx", "export_onnx", "facts", "lower", "open_dims", "prove_static", "specs", "strip", "weights_dtype"]
 
 Precision = Literal["float32", "float16", "bfloat16"]
 _LOG = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ def export_onnx(
     routed = model if isinstance(model, RoutedModel) else modpass.trace(model)
     graph, indices = as_onnx(routed, shape, opset, dtype)
     target = Path(path)
-    manifest = _write(graph, target, _facts(routed, graph, shape, indices))
+    manifest = _write(graph, target, facts(routed, graph, shape, indices))
     manifest.save(manifest_path(target))
     return manifest
 
@@ -114,6 +115,7 @@ def as_onnx(
     graph = _lower(model, tensors, opset)
     _name_values(graph, model, list(tensors))
     indices = _take_choices(graph, list(model.routed_blocks))
+    note_origins(graph, model)
     strip(graph)
     prove_static(graph)
     if dtype in ("float16", "bfloat16"):
@@ -217,8 +219,8 @@ def _take_choices(graph: ir.Model, blocks: list[str]) -> dict[str, str]:
 
 
 def strip(graph: ir.Model) -> None:
-    """No stack trace, no source path: only the module path of each node stays."""
-    kept = {"namespace", "pkg.torch.onnx.name_scopes"}
+    """No stack trace, no source path: module path, file name and line of each node stay."""
+    kept = {"namespace", "pkg.torch.onnx.name_scopes", MODULE, SOURCE}
     for node in graph.graph.all_nodes():
         for key in [k for k in node.metadata_props if k not in kept]:
             del node.metadata_props[key]
@@ -264,7 +266,8 @@ def prove_static(graph: ir.Model) -> None:
         )
 
 
-def _facts(model: RoutedModel, graph: ir.Model, shape: FixedShape, indices: dict[str, str]) -> dict[str, Any]:
+def facts(model: RoutedModel, graph: ir.Model, shape: FixedShape, indices: dict[str, str]) -> dict[str, Any]:
+    """What a manifest says of a graph of ``as_onnx``, but for the file."""
     chosen = {str(v.name): v for v in _values(graph) if v.name in set(indices.values())}
     blocks = {}
     for name, block in model.routed_blocks.items():

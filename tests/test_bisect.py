@@ -109,9 +109,7 @@ def test_export_says_that_it_bisects_and_onnx_runtime_and_tensorrt_take_the_file
 ) -> None:
     with caplog.at_level(logging.INFO, "modpass"):
         manifest = export_onnx(encoder(), tmp_path / "m.onnx", FixedShape(1, 4096))
-    assert (
-        "block '0' selects k=3841 tokens, TensorRT's TopK at most 3840: exported as a bisection" in caplog.text
-    )
+    assert "block '0' selects k=3841 tokens, TensorRT's TopK at most 3840: exported as a bisection" in caplog.text
     assert {b.selector for b in manifest.routed_blocks.values()} == {"bisection"}
     assert Manifest.load(manifest_path(tmp_path / "m.onnx")).routed_blocks == manifest.routed_blocks
     verify(encoder(), tmp_path / "m.onnx").check()
