@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 import modpass
 from modpass.bisect import TOPK_LIMIT, beyond_topk
-from modpass.errors import ExportError, InputError
+from modpass.errors import ExportError, InputError, VerificationError
 from modpass.exporters.manifest import (
     DataFile,
     Manifest,
@@ -92,7 +92,7 @@ def export_onnx(
     (1, 16, 8)
     """
     routed = model if isinstance(model, RoutedModel) else modpass.trace(model)
-    if max_error is not None and not (isinstance(max_error, int | float) and max_error > 0):
+    if max_error is not None and not (isinstance(max_error, int | float) and max_error > 0 and max_error is not True):
         raise InputError(f"max_error is {max_error!r}; it must be a number above 0, such as 0.05")
     graph, indices = as_onnx(routed, shape, opset, dtype)
     if weights is not None:
@@ -110,7 +110,10 @@ def _write_accepted(model: RoutedModel, graph: ir.Model, target: Path, facts: di
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         trial = Path(folder, target.name)
         _write(graph, trial, facts).save(manifest_path(trial))
-        verify(model, trial).check()
+        try:
+            verify(model, trial).check()
+        except VerificationError as e:
+            raise VerificationError(f"{e}; nothing is written to '{target}'") from e
         last = manifest_path(trial)
         for file in (*(f for f in trial.parent.iterdir() if f != last), last):
             os.replace(file, target.parent / file.name)
