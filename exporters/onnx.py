@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import onnx_ir as ir
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 import modpass
 from modpass.bisect import TOPK_LIMIT, beyond_topk
-from modpass.errors import ExportError, InputError
+from modpass.errors import ExportError, InputError, VerificationError
 from modpass.exporters.manifest import (
     DataFile,
     Manifest,
@@ -30,7 +31,9 @@ from modpass.exporters.manifest import (
 )
 from modpass.exporters.origins import MODULE, SOURCE, note_origins
 from modpass.exporters.precision import to_precision
+from modpass.exporters.quantise import Weights, quantise
 from modpass.exporters.shapes import FixedShape, example_tensors
+from modpass.exporters.verify import verify
 from modpass.files import sha256, whole_file
 from modpass.model import RoutedModel
 from modpass.routing import RoutedBlock, recorded_choices
@@ -63,6 +66,8 @@ def export_onnx(
     shape: FixedShape,
     opset: int = 18,
     dtype: Precision | None = None,
+    weights: Weights | None = None,
+    max_error: float | None = None,
 ) -> Manifest:
     """Write ``model`` as ONNX with fixed shapes, and its manifest beside it (``<path>.json``).
 
@@ -72,10 +77,13 @@ def export_onnx(
         shape: batch rows, sequence length in tokens, and other dims by name.
         opset: 18 to 20; attention is decomposed, which every TensorRT takes (the one-node Attention is not).
         dtype: convert a float32 graph to "float16" or "bfloat16"; routers, TopK and norm statistics stay float32.
+        weights: "int8", "int4" or "fp8" for those of matrix products, which makes it opset 21.
+        max_error: the largest relative difference of an output to PyTorch that is accepted; the file is run first.
 
     Raises:
-        InputError: a shape, opset or dtype that does not fit.
+        InputError: a shape, opset, dtype, weights or max_error that does not fit.
         ExportError: torch cannot lower the model, or a dim is not an integer; nothing is written.
+        VerificationError: an output is off by more than ``max_error``; nothing is written.
 
     >>> import tempfile
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -84,11 +92,32 @@ def export_onnx(
     (1, 16, 8)
     """
     routed = model if isinstance(model, RoutedModel) else modpass.trace(model)
+    if max_error is not None and not (isinstance(max_error, int | float) and max_error > 0 and max_error is not True):
+        raise InputError(f"max_error is {max_error!r}; it must be a number above 0, such as 0.05")
     graph, indices = as_onnx(routed, shape, opset, dtype)
-    target = Path(path)
-    manifest = _write(graph, target, facts(routed, graph, shape, indices))
-    manifest.save(manifest_path(target))
+    if weights is not None:
+        graph = quantise(graph, weights)
+    found = {**facts(routed, graph, shape, indices), "weights": weights, "max_error": max_error}
+    if max_error is not None:
+        return _write_accepted(routed, graph, Path(path), found)
+    manifest = _write(graph, Path(path), found)
+    manifest.save(manifest_path(path))
     return manifest
+
+
+def _write_accepted(model: RoutedModel, graph: ir.Model, target: Path, facts: dict[str, Any]) -> Manifest:
+    """Write into a folder beside the target, run the file there, and move what is within its own bound."""
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+        trial = Path(folder, target.name)
+        _write(graph, trial, facts).save(manifest_path(trial))
+        try:
+            verify(model, trial).check()
+        except VerificationError as e:
+            raise VerificationError(f"{e}; nothing is written to '{target}'") from e
+        last = manifest_path(trial)
+        for file in (*(f for f in trial.parent.iterdir() if f != last), last):
+            os.replace(file, target.parent / file.name)
+    return Manifest.load(manifest_path(target))
 
 
 def as_onnx(
