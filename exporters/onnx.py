@@ -14,7 +14,7 @@ from typing import Any, Literal
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common as passes
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import modpass
@@ -48,8 +48,10 @@ class _Flat(nn.Module):
         self.model, self.names = model, names
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with recorded_choices() as choices:
-            output = self.model(**dict(zip(self.names, tensors, strict=True)))
+        given = self.model.info.call.bind(dict(zip(self.names, tensors, strict=True)))
+        # Node by node, so that each ONNX node can name the module that it came from.
+        with recorded_choices() as choices, fx.traceback.preserve_node_meta():
+            output = fx.Interpreter(self.model).run(*given)
         leaves = [v for v in pytree.tree_leaves(output) if isinstance(v, Tensor)]
         return (*leaves, *(choices[n] for n in self.model.routed_blocks))
 

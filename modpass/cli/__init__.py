@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from modpass.cli import bench, build, coverage, decoder, export, generate, inspect, study, transform
+from modpass.cli import bench, build, coverage, decoder, export, generate, inspect, plan, study, transform
 from modpass.errors import ModpassError
 from modpass.version import __version__
 
@@ -42,6 +42,7 @@ app.command("export-decoder")(decoder.command)
 app.command("generate")(generate.command)
 app.command("build")(build.command)
 app.command("bench")(bench.command)
+app.command("plan")(plan.command)
 app.command("coverage")(coverage.command)
 app.add_typer(study.app, name="study")
 
