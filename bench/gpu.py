@@ -47,7 +47,7 @@ class Size:
     dtype: str
 
 
-REAL = Size(blocks=12, width=1536, heads=12, vocabulary=32_000, batch=4, sequence=2048, dtype="float16")
+REAL = Size(blocks=8, width=1536, heads=12, vocabulary=32_000, batch=4, sequence=2048, dtype="float16")
 TINY = Size(blocks=2, width=32, heads=2, vocabulary=64, batch=2, sequence=64, dtype="float32")
 
 

@@ -7,8 +7,9 @@ not fused come on top, for dense and routed alike.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -146,10 +147,17 @@ def _size(module: nn.Module) -> int:
 
 
 def _decodes(case: Case, source: Source, machine: Machine) -> dict[str, Decode]:
-    """The step of the dense model, and that of the routed one with its blocks run as often as tokens pass."""
+    """The step of the dense model, and that of the routed one with its blocks run as often as tokens pass.
+
+    Steps are derived in float32, for rounding in half precision looks like a token that sees later ones; what they
+    read is counted in the case's dtype.
+    """
     if case.sequence is None:
         raise InputError("its inputs fix the sequence, so there is nothing to decode")
     model, example = source.model, source.example_inputs
+    share = case.torch_dtype.itemsize / torch.float32.itemsize
+    if share < 1:
+        model = copy.deepcopy(model).float()
     if isinstance(model, RoutedModel) and model.routed_blocks:
         raise InputError("decode is predicted from the dense model; give the model itself")
     with torch.random.fork_rng(devices=[]):
@@ -161,11 +169,12 @@ def _decodes(case: Case, source: Source, machine: Machine) -> dict[str, Decode]:
     for name, traced in (("dense", trace(model, example)), ("routed", routed)):
         step = decode_step(traced, batch=case.batch, max_sequence=case.sequence, padding=False)
         blocks = [str(n.target) for n in step.graph.nodes if n.op == "call_module"]  # the routed ones
-        operators = costs(step, [torch.zeros(i.shape, dtype=i.dtype) for i in step.inputs], blocks)
+        counted = costs(step, [torch.zeros(i.shape, dtype=i.dtype) for i in step.inputs], blocks)
+        operators = [replace(c, bytes=int(share * c.bytes)) for c in counted]
         outside = [c for c in operators if not c.block]
         inside = [c for c in operators if c.block]
         runs = 1 - (1 - case.capacity) ** case.batch
         seconds = seconds_of(outside, machine, case.dtype) + runs * seconds_of(inside, machine, case.dtype)
         read = sum(c.bytes for c in outside) + runs * sum(c.bytes for c in inside)
-        found[name] = Decode(seconds, read, sum(cache.bytes for cache in step.caches))
+        found[name] = Decode(seconds, read, int(share * sum(cache.bytes for cache in step.caches)))
     return found

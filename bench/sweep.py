@@ -12,7 +12,7 @@ from typing import Any
 from modpass.bench.cases import Case
 from modpass.bench.hardware import hardware, versions
 from modpass.bench.measuring import Plan, Progress, Runner
-from modpass.bench.result import SCHEMA, Result
+from modpass.bench.result import SCHEMA, Result, Row
 from modpass.bench.run import run_case
 from modpass.bench.sources import Source
 from modpass.errors import InputError, ModpassError, StateError
@@ -115,7 +115,7 @@ def run_sweep(
         if overall is not None:
             overall(key(case), done, len(cases))
         before = None if store is None else store.load(case)
-        rows = [] if before is None else [r for r in before.rows if r.status == "measured"]
+        rows = [] if before is None else [r for r in before.rows if _stands(r, runners)]
         if before is not None and {r.name for r in runners} <= {r.runner for r in rows}:
             results.append(replace(before, rows=tuple(r for n in runners for r in rows if r.runner == n.name)))
             continue
@@ -131,6 +131,12 @@ def run_sweep(
     if not results:
         raise errors[0]
     return Sweep(tuple(results), failures)
+
+
+def _stands(row: Row, runners: Sequence[Runner]) -> bool:
+    """Whether a kept row need not be measured again: it was measured, or still cannot be. A failed one may."""
+    skipped = row.status == "skipped" and any(r.name == row.runner and r.available() for r in runners)
+    return row.status == "measured" or skipped
 
 
 class _Store:

@@ -59,6 +59,16 @@ class TestPredict:
         assert found.dense.decode.cache_bytes == whole
         assert found.routed.decode.cache_bytes == whole * (2 + 2 * 0.25) / 4
 
+    def test_half_precision_halves_what_is_read_and_held(self) -> None:
+        model, example = decoder()
+        case = Case("decoder", sequence=64, capacity=0.25, dtype="bfloat16")
+        half = predict(case, Source(model.bfloat16(), example, "decoder"), GPUS["h200"])
+        single = self.predict(GPUS["h200"])
+        assert half.dense.decode is not None
+        assert single.dense.decode is not None
+        assert half.dense.decode.cache_bytes == single.dense.decode.cache_bytes / 2
+        assert half.dense.weights == single.dense.weights / 2
+
     def test_one_row_skips_more_steps_than_many(self) -> None:
         def gain(batch: int) -> float:
             found = self.predict(SLOW, batch=batch)
@@ -103,7 +113,7 @@ class TestCommand:
         assert caches[-1] == "1.60"
 
     def test_what_does_not_fit_is_told(self, capsys: Capture) -> None:
-        out, _ = run(capsys, "plan", DECODER, "--sequence", 64, "--memory", 0.0001)
+        out, _ = run(capsys, "plan", DECODER, "--sequence", 64, "--memory", 0.001, "--batch", 64)
         assert "dense does not fit: " in out
 
     def test_a_report_is_set_beside_the_prediction(self, tmp_path: Path, capsys: Capture) -> None:

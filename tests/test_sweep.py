@@ -52,7 +52,8 @@ def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tupl
         fake = fake or Fake()
         monkeypatch.setattr("modpass.bench.sweep.run_case", fake)
         source: Any = Source(None, None, "own")  # type: ignore[arg-type]
-        return run_sweep(cases, [A, B], plan or Plan(), lambda dtype: source, tmp_path, **more), fake
+        runners: Any = [A, B]
+        return run_sweep(cases, runners, plan or Plan(), lambda dtype: source, tmp_path, **more), fake
 
     return go
 
@@ -72,6 +73,18 @@ class TestResume:
         kept = Result.from_json(path.read_text())
         path.write_text(replace(kept, rows=(Row("a", "failed", reason="x"), kept.rows[1])).to_json())
         assert sweep()[1].measured == [(64, "a")]
+
+    def test_a_row_that_still_cannot_run_is_not_asked_again(self, sweep: Any, tmp_path: Path, monkeypatch: Any) -> None:
+        sweep()
+        path = tmp_path / "cells" / "b1-s64-c0.125-float32.json"
+        kept = Result.from_json(path.read_text())
+        path.write_text(replace(kept, rows=(Row("a", "skipped", reason="no GPU"), kept.rows[1])).to_json())
+        assert sweep()[1].measured == [(64, "a")]  # it can run by now
+        path.write_text(replace(kept, rows=(Row("a", "skipped", reason="no GPU"), kept.rows[1])).to_json())
+        monkeypatch.setitem(globals(), "A", Counting("a", reason="no GPU"))
+        found, fake = sweep()
+        assert fake.measured == []
+        assert [r.status for r in found.results[1].rows] == ["skipped", "measured"]
 
     def test_more_cases_may_be_added(self, sweep: Any) -> None:
         sweep()
@@ -225,6 +238,11 @@ class TestCommand:
         out, err = run(capsys, "bench", report, "--judge", code=1)
         assert out.count("pass ") == 2
         assert "modpass: 1 of 3 bounds do not hold: b1-s128-c0.125-float32 onnxruntime (efficiency" in err
+
+    def test_a_report_cannot_be_measured_otherwise(self, report: Path, capsys: Capture) -> None:
+        message = fails(capsys, 2, "bench", report, "--sequence", 64)
+        assert "'--sequence': '" in message
+        assert "own.json' is a report, which was measured already; leave it out" in message
 
     @pytest.mark.parametrize(
         ("options", "message"),

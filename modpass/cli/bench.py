@@ -81,10 +81,19 @@ def command(
     if decode:
         _decode(model, capacities, every, max_sequence, repeats, warmup, seed, out)
         return
+    given = Routing(every=every, gate=gate, selection=selection, parts=parts).given()
     if model.endswith(".json") and Path(model).is_file():
+        grid = {
+            "batch": batch,
+            "sequence": sequence,
+            "dim": dim,
+            "capacity": capacity,
+            "dtype": dtype,
+            "runner": runner,
+        }
+        _refuse_for_report(model, [*given, *(name for name, value in grid.items() if value)])
         sweep = read_results(Path(model))
     else:
-        given = Routing(every=every, gate=gate, selection=selection, parts=parts).given()
         axes: dict[str, list[Any]] = {
             "dtype": many.split(dtype, many.dtype, "--dtype") or ["float32"],
             "batch": many.split(batch, many.count, "--batch") or [1],
@@ -95,6 +104,13 @@ def command(
         plan = Plan(warmup, repeats, seconds, peers, blocks)
         sweep = _sweep(model, cases, _runners(runner), plan, out, fresh, [*given, *["capacity"][: len(capacities)]])
     _report(sweep, out, earlier, fail_if_slower, compare_by, judge)
+
+
+def _refuse_for_report(model: str, options: list[str]) -> None:
+    """Refuse options that say how to measure: a report was measured already."""
+    if options:
+        message = f"'{model}' is a report, which was measured already; leave it out"
+        raise typer.BadParameter(message, param_hint=f"'--{options[0]}'")
 
 
 def _cases(model: str, given: dict[str, Any], axes: dict[str, list[Any]]) -> list[Case]:

@@ -115,10 +115,11 @@ def command(
         refuse_routed(source, *given)
         tell("counting", 0, 0)
         found = predict(replace(case, sequence=sequence or case.sequence), source, machine)
-    console().print(_table(found))
+    _print(*_table(found))
 
 
-def _table(found: Prediction) -> Table:
+def _table(found: Prediction) -> tuple[Table, list[str]]:
+    """The figures, and what is to be said below them: a caption would be wrapped to the table's width."""
     case, machine = found.case, found.machine
     shape = f"{case.batch} × {case.sequence or 'fixed'} tokens, {case.dtype}, capacity {case.capacity:g}"
     table = grid("", "dense", "routed", "dense / routed", title=f"{case.model}: {shape}, on {machine.title}",
@@ -132,8 +133,7 @@ def _table(found: Prediction) -> Table:
     for name, side in (("dense", found.dense), ("routed", found.routed)):
         if side.memory > machine.memory:
             notes.append(f"{name} does not fit: {side.memory / 1e9:.3g} of {machine.memory / 1e9:.4g} GB")
-    table.caption, table.caption_justify = "\n".join(notes), "left"
-    return table
+    return table, notes
 
 
 def _figures(found: Prediction) -> list[tuple[str, Any, tuple[float, float]]]:
@@ -182,7 +182,6 @@ def _check(model: str, machine: Machine, path: Path, factory: str | None, given:
     title = f"{model}: speed-up of routed over dense"
     columns = ("case", "runner", "counted operations", "roofline", "measured", "measured / roofline")
     table = grid(*columns, title=title, numbers=columns[2:])
-    table.caption, table.caption_justify = f"roofline of {machine.title} ({machine.source})", "left"
     rows = 0
     dtypes: list[Dtype] = ["float32", "float16", "bfloat16"]
     with progress() as tell:
@@ -203,7 +202,14 @@ def _check(model: str, machine: Machine, path: Path, factory: str | None, given:
                     rows += 1
     if not rows:
         raise ModpassError(f"'{path}' holds no measured row of '{model}'")
+    peaks = f"{machine.peak(results[0].case.dtype) / 1e12:.4g} TFLOP/s, {machine.bandwidth / 1e9:.4g} GB/s"
+    _print(table, [f"roofline of {machine.title} ({machine.source}): {peaks}"])
+
+
+def _print(table: Table, notes: list[str]) -> None:
     console().print(table)
+    for note in notes:
+        console().print(note, markup=False, soft_wrap=True)
 
 
 def _key(case: Case) -> str:
