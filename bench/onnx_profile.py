@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import tempfile
 from collections import Counter
@@ -15,10 +14,10 @@ import onnx_ir as ir
 import onnxruntime
 
 from modpass.errors import ExportError
+from modpass.exporters.origins import MODULE
 
 __all__ = ["block_seconds", "labelled"]
 
-_SCOPES = "pkg.torch.onnx.name_scopes"
 _MARK = "@"
 
 
@@ -53,18 +52,18 @@ def block_seconds(
 
 
 def labelled(model: ir.Model, blocks: Collection[str]) -> ir.Model:
-    """Put into each node's name the number of the block that it is of, by the module path that the exporter wrote.
+    """Put into each node's name the number of the block that it is of, by the module path that the exporter noted.
 
-    >>> node = ir.node("Relu", [ir.val("x")], name="relu")
-    >>> node.metadata_props["pkg.torch.onnx.name_scopes"] = "['', 'layers.1', 'relu']"
+    >>> node = ir.node("Relu", [ir.val("x")], name="relu", metadata_props={MODULE: "layers.1.act"})
     >>> graph = ir.Graph([], [], nodes=[node])
     >>> labelled(ir.Model(graph, ir_version=10), ["layers.0", "layers.1"]).graph[0].name
     '@1@relu'
     """
     numbers = {name: i for i, name in enumerate(blocks)}
     for count, node in enumerate(model.graph.all_nodes()):
-        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
-        number = next((numbers[s] for s in scopes if s in numbers), None)
+        parts = node.metadata_props.get(MODULE, "").split(".")
+        outward = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        number = next((numbers[path] for path in outward if path in numbers), None)
         node.name = f"{_MARK}{'' if number is None else number}{_MARK}{node.name or count}"
     return model
 
