@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import modpass
+from modpass.bisect import TOPK_LIMIT, beyond_topk
 from modpass.errors import ExportError, InputError
 from modpass.exporters.manifest import (
     DataFile,
@@ -27,15 +28,17 @@ from modpass.exporters.manifest import (
     manifest_path,
     versions,
 )
+from modpass.exporters.origins import MODULE, SOURCE, note_origins
 from modpass.exporters.precision import to_precision
 from modpass.exporters.shapes import FixedShape, example_tensors
 from modpass.files import sha256, whole_file
 from modpass.model import RoutedModel
-from modpass.routing import recorded_choices
+from modpass.routing import RoutedBlock, recorded_choices
 
-__all__ = ["as_onnx", "export_onnx", "lower", "open_dims", "prove_static", "specs", "strip", "weights_dtype"]
+__all__ = ["as_onnx", "export_onnx", "facts", "lower", "open_dims", "prove_static", "specs", "strip", "weights_dtype"]
 
 Precision = Literal["float32", "float16", "bfloat16"]
+_LOG = logging.getLogger(__name__)
 EXTERNAL_ABOVE = 2_000_000_000
 _OPSETS = range(18, 21)
 
@@ -83,7 +86,7 @@ def export_onnx(
     routed = model if isinstance(model, RoutedModel) else modpass.trace(model)
     graph, indices = as_onnx(routed, shape, opset, dtype)
     target = Path(path)
-    manifest = _write(graph, target, _facts(routed, graph, shape, indices))
+    manifest = _write(graph, target, facts(routed, graph, shape, indices))
     manifest.save(manifest_path(target))
     return manifest
 
@@ -112,10 +115,11 @@ def as_onnx(
     graph = _lower(model, tensors, opset)
     _name_values(graph, model, list(tensors))
     indices = _take_choices(graph, list(model.routed_blocks))
+    note_origins(graph, model)
     strip(graph)
     prove_static(graph)
     if dtype in ("float16", "bfloat16"):
-        graph = to_precision(graph, dtype)
+        graph = to_precision(graph, dtype, choices=list(indices.values()))
     return graph, indices
 
 
@@ -215,8 +219,8 @@ def _take_choices(graph: ir.Model, blocks: list[str]) -> dict[str, str]:
 
 
 def strip(graph: ir.Model) -> None:
-    """No stack trace, no source path: only the module path of each node stays."""
-    kept = {"namespace", "pkg.torch.onnx.name_scopes"}
+    """No stack trace, no source path: module path, file name and line of each node stay."""
+    kept = {"namespace", "pkg.torch.onnx.name_scopes", MODULE, SOURCE}
     for node in graph.graph.all_nodes():
         for key in [k for k in node.metadata_props if k not in kept]:
             del node.metadata_props[key]
@@ -262,13 +266,20 @@ def prove_static(graph: ir.Model) -> None:
         )
 
 
-def _facts(model: RoutedModel, graph: ir.Model, shape: FixedShape, indices: dict[str, str]) -> dict[str, Any]:
+def facts(model: RoutedModel, graph: ir.Model, shape: FixedShape, indices: dict[str, str]) -> dict[str, Any]:
+    """What a manifest says of a graph of ``as_onnx``, but for the file."""
     chosen = {str(v.name): v for v in _values(graph) if v.name in set(indices.values())}
     blocks = {}
     for name, block in model.routed_blocks.items():
         k = int(chosen[indices[name]].shape[1])  # type: ignore[index,arg-type]
         blocks[name] = RoutedSpec(
-            block.capacity, _sequence(block, k, shape), k, block.gate, block.selection, indices[name]
+            block.capacity,
+            _sequence(block, k, shape),
+            k,
+            block.gate,
+            block.selection,
+            indices[name],
+            _selector(block, k),
         )
     return {
         "opset": graph.opset_imports[""],
@@ -280,6 +291,17 @@ def _facts(model: RoutedModel, graph: ir.Model, shape: FixedShape, indices: dict
         "shape": {"batch": shape.batch, "sequence": shape.sequence, "dims": dict(shape.dims)},
         "versions": versions(),
     }
+
+
+def _selector(block: RoutedBlock, k: int) -> str | None:
+    """How the graph finds the k tokens; causal selection has nothing to find, each token decides for itself."""
+    if block.selection != "expert_choice":
+        return None
+    if not beyond_topk(k):
+        return "topk"
+    _LOG.info("block '%s' selects k=%d tokens, TensorRT's TopK at most %d: exported as a bisection, which chooses "
+              "the same", block.name, k, TOPK_LIMIT)  # fmt: skip
+    return "bisection"
 
 
 def _sequence(block: Any, k: int, shape: FixedShape) -> int:

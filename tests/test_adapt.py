@@ -248,7 +248,7 @@ def test_the_command_prints_the_table_and_where_the_files_are(monkeypatch: pytes
     assert found.exit_code == 0, found.output
     assert "route blocks" in found.output
     assert "block: first " in found.output
-    assert "adapt.md" in found.output
+    assert "adapt.json, .md and .png" in found.output
 
 
 @pytest.mark.slow

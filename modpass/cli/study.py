@@ -24,12 +24,13 @@ def isoflop(
     ] = False,
 ) -> None:
     """Train dense and routed decoders on real text to the same number of operations."""
-    from modpass.bench.isoflop import FULL, QUICK, study_table, verdict
+    from modpass.bench.isoflop import FULL, QUICK
     from modpass.bench.isoflop import isoflop as study
+    from modpass.bench.study_report import HEADINGS, study_table, verdict
 
     with progress() as tell:
         results = study(out, QUICK if quick else FULL, tell)
-    table = grid("run", "parameters", "steps", "s/step", "loss", "causal", "accuracy", numbers=("parameters", "steps"))
+    table = grid(*HEADINGS, numbers=HEADINGS[1:])
     for row in study_table(results):
         table.add_row(*row)
     screen = console()
@@ -37,7 +38,7 @@ def isoflop(
     found = verdict(results)
     named = ", ".join(f"{name} {value:.4f}" for name, value in found.items() if value is not None)
     screen.print(f"best routed over best dense: {named}")
-    screen.print(f"written to {out / 'isoflop.json'} and {out / 'isoflop.png'}", soft_wrap=True)
+    screen.print(f"written to {out / 'isoflop.json'}, .md and .png beside it", soft_wrap=True)
 
 
 @app.command()
@@ -65,5 +66,4 @@ def adapt(
     screen.print("perplexity over the best that dropping reaches at as many operations:")
     for name, found in verdict(results).items():
         screen.print(f"  {name}: {', '.join(f'{text} {ratio:.3f}' for text, ratio in found.items())}")
-    written = (str(out / f"adapt.{kind}") for kind in ("json", "md", "png"))
-    screen.print(f"written to {', '.join(written)}", soft_wrap=True)
+    screen.print(f"written to {out / 'adapt.json'}, .md and .png beside it", soft_wrap=True)
