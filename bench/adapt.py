@@ -80,6 +80,8 @@ def adapt(
         MissingExtraError: the weights, a text, matplotlib or peft is not installed.
     """
     require("matplotlib.figure", "bench")
+    if any(v.tune in ("lora", "distil") for v in plan.variants):
+        require("peft", "train")  # now, not when everything else is done
     folder.mkdir(parents=True, exist_ok=True)
     bench = Bench(subject or smollm2(), plan.run, folder, tell)
     results = [_kept(bench, variant) for variant in plan.variants]

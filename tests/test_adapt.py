@@ -28,7 +28,7 @@ RUN = Run(
     calibration_rows=6,
     compared_rows=4,
     held_out_rows=6,
-    rows=4,
+    batch=4,
     steps=3,
     tuning_sequence=12,
     lora_rate=0.1,
@@ -188,7 +188,7 @@ def test_blocks_are_chosen_by_cost_within_the_operations(tmp_path: Path) -> None
     costs = dict(zip(names, (5.0, 1.0, 4.0, 2.0), strict=True))
     budget = operations(made, Variant("", 2, "drop"), names[:2], ids)
     assert chosen(made, Variant("", 2, "drop"), costs, budget, ids) == [names[1], names[3]]
-    routed = Variant("", 2, "route", capacity=0.5)
+    routed = Variant("", 2, "route", capacity=0.25)
     found = chosen(made, routed, costs, budget, ids)
     assert names[0] not in found
     assert operations(made, routed, found, ids) <= budget

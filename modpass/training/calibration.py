@@ -66,7 +66,7 @@ def calibrate(
 
     A router's target is ``score`` less the value that its capacity's share of the row exceeds, so that its sign is
     the causal decision. Blocks are fitted on the dense model's stream; each block's cost is measured with it alone
-    routed, so that costs of several blocks together may be larger than their sum.
+    routed. Several blocks together may cost far more than the sum, as the same tokens tend to pass by all of them.
 
     Args:
         model: a routed model; with ``gate="unit"`` chosen tokens are computed as the dense model does.
