@@ -149,7 +149,8 @@ def test_all_buckets_read_one_file_of_weights(folder: Path) -> None:
     graphs = {f"{label}.onnx" for label in ("1x12", "3x24")}
     assert files == {*graphs, *(f"{g}.json" for g in graphs), "weights.bin", "buckets.json"}
     parameters = sum(p.numel() * p.element_size() for p in family.model.parameters())
-    assert parameters < (family.folder / "weights.bin").stat().st_size < 1.05 * parameters + 30_000
+    kept = (family.folder / "weights.bin").stat().st_size  # less what is too small to lie apart
+    assert 0.9 * parameters < kept < 1.05 * parameters + 30_000
     assert all((family.folder / g).stat().st_size < parameters / 2 for g in graphs)
     for graph in graphs:
         loaded = onnx.load(family.folder / graph, load_external_data=False)
