@@ -20,7 +20,6 @@ from modpass.exporters.onnx_session import open_session
 from modpass.exporters.rounded import rounded
 from tests.onnx_text import text
 
-HALVES: Any = pytest.mark.parametrize("half", ["float16", "bfloat16"])
 SQUARES = "(float[1,4] x) => (float[1,1] y) <int64[1] a = {1}> {s = Mul(x, x) m = ReduceMean(s, a) y = Sqrt(m)}"
 ANGLES = "(int64[4] x) => (float[4] y) <float r = {0.9}> {f = Cast<to = 1>(x) a = Mul(f, r) y = Cos(a)}"
 PLAIN = "(float[2] x) => (float[2] y) {y = Relu(x)}"
@@ -41,23 +40,21 @@ def test_a_group_is_kept_where_half_precision_spoils_it(body: str, values: Any, 
     assert str(found).startswith(f"float32 is needed for {', '.join(('router', *needed))} (error ")
 
 
-@HALVES
-def test_rounding_is_that_of_the_type(half: str, tmp_path: Path) -> None:
-    body = f"({half}[3] x, {half}[3] w) => ({half}[3] y) {{s = Add(x, w) y = Mul(s, w)}}"
+def test_rounding_is_that_of_the_type(tmp_path: Path) -> None:
+    body = "(float16[3] x, float16[3] w) => (float16[3] y) {s = Add(x, w) y = Mul(s, w)}"
     ir.save(rounded(ir.from_onnx_text(text(body))), tmp_path / "m.onnx")
     x, w = torch.tensor([1.001, 2.002, 300.3]), torch.tensor([0.1, 0.2, 0.3])
     found = open_session(tmp_path / "m.onnx").run(None, {"x": x.numpy(), "w": w.numpy()})[0]
-    x, w = x.to(getattr(torch, half)), w.to(getattr(torch, half))
+    x, w = x.half(), w.half()
     assert found.tolist() == ((x + w) * w).float().tolist()
 
 
-@HALVES
-def test_an_export_keeps_what_was_measured_and_its_manifest_says_so(half: Any, tmp_path: Path) -> None:
+def test_an_export_keeps_what_was_measured_and_its_manifest_says_so(tmp_path: Path) -> None:
     torch.manual_seed(0)
     example = (torch.randint(97, (2, 10)),)
     model = modpass.mod_transform(Decoder(2, 32, 2, 97).eval(), 0.25, gate="unit", example_inputs=example)
-    manifest = export_onnx(model, tmp_path / "m.onnx", FixedShape(1, 32), dtype=half, islands="measured")
-    assert (manifest.dtype, manifest.islands[0]) == (half, "router")
+    manifest = export_onnx(model, tmp_path / "m.onnx", FixedShape(1, 32), dtype="float16", islands="measured")
+    assert (manifest.dtype, manifest.islands[0]) == ("float16", "router")
     assert Manifest.load(manifest_path(tmp_path / "m.onnx")).islands == manifest.islands
     graph = ir.load(tmp_path / "m.onnx").graph
     assert graph.initializers["model.blocks.1.router.weight"].dtype == ir.DataType.FLOAT
@@ -66,7 +63,11 @@ def test_an_export_keeps_what_was_measured_and_its_manifest_says_so(half: Any, t
 def test_float32_has_no_islands_and_other_ways_are_refused(tmp_path: Path) -> None:
     model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 2)
     routed = modpass.trace(model.eval(), (torch.randn(2, 5, 8),))
-    with pytest.raises(InputError, match="islands are measured for dtype 'float16' or 'bfloat16', not for None"):
+    with pytest.raises(
+        InputError, match="islands can be measured for dtype 'float16', not for None; leave them to the rule"
+    ):
         export_onnx(routed, tmp_path / "m.onnx", FixedShape(1, 16), islands="measured")
+    with pytest.raises(InputError, match="for 'float16', not for 'bfloat16'; leave them to the rule"):
+        measured_islands(ir.from_onnx_text(text(PLAIN)), "bfloat16", {"x": np.ones(2, np.float32)})
     with pytest.raises(InputError, match="islands is 'none'; allowed are 'rule' and 'measured'"):
         export_onnx(routed, tmp_path / "m.onnx", FixedShape(1, 16), islands="none")  # type: ignore[arg-type]
