@@ -65,7 +65,8 @@ class Manifest:
 
     ``bytes`` is the size of an engine, ``build_seconds`` how long TensorRT took; both are None for ONNX. ``stripped``:
     the engine holds no weights. ``probe`` holds what the model computes from inputs of a seed. ``weights``: in which
-    few bits they are ("int8"; None: as ``dtype`` says); ``max_error``: the relative error that was allowed.
+    few bits they are ("int8"; None: as ``dtype`` says); ``max_error``: the relative error that was allowed;
+    ``islands``: what measurement kept in float32.
 
     >>> Manifest("onnx", "m.onnx", "00", 18, "float32").routed_blocks
     {}
@@ -87,6 +88,7 @@ class Manifest:
     probe: DataFile | None = None
     weights: str | None = None
     max_error: float | None = None
+    islands: tuple[str, ...] = ()
     flavor: str | None = None
     compute_capabilities: tuple[str, ...] = ()
     stripped: bool = False
@@ -185,7 +187,7 @@ def read_digest(file: Path) -> str:
 def _without_unset(facts: dict[str, Any]) -> dict[str, Any]:
     """Engine facts have no place in the manifest of an ONNX file, nor has a data file that does not exist."""
     optional = {
-        "data", "probe", "weights", "max_error", "flavor", "compute_capabilities", "stripped", "onnx_sha256",
+        "data", "probe", "weights", "max_error", "islands", "flavor", "compute_capabilities", "stripped", "onnx_sha256",
         "build_seconds", "bytes",
     }  # fmt: skip
     return {k: v for k, v in facts.items() if v or k not in optional}
@@ -204,9 +206,8 @@ class _Reader(Reader):
         for name in ("data", "probe"):
             if raw.get(name) is not None:
                 raw[name] = self.part(raw[name], name)
-        if "compute_capabilities" in raw:
-            items = self.typed(raw["compute_capabilities"], list, "compute_capabilities")
-            raw["compute_capabilities"] = tuple(self.typed(c, str, "compute_capabilities") for c in items)
+        for name in {"compute_capabilities", "islands"} & raw.keys():
+            raw[name] = tuple(self.typed(c, str, name) for c in self.typed(raw[name], list, name))
         manifest: Manifest = self.build(
             Manifest,
             raw,

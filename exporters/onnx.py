@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import onnx_ir as ir
 import torch
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 import modpass
 from modpass.bisect import TOPK_LIMIT, beyond_topk
 from modpass.errors import ExportError, InputError, VerificationError
+from modpass.exporters.draws import drawn, draws
 from modpass.exporters.manifest import (
     DataFile,
     Manifest,
@@ -29,6 +30,7 @@ from modpass.exporters.manifest import (
     manifest_path,
     versions,
 )
+from modpass.exporters.measured import measured_islands
 from modpass.exporters.origins import MODULE, SOURCE, note_origins
 from modpass.exporters.precision import to_precision
 from modpass.exporters.quantise import Weights, quantise
@@ -40,6 +42,7 @@ from modpass.routing import RoutedBlock, recorded_choices
 
 __all__ = ["as_onnx", "export_onnx", "facts", "lower", "open_dims", "prove_static", "specs", "strip", "weights_dtype"]
 
+Islands = Literal["rule", "measured"]
 Precision = Literal["float32", "float16", "bfloat16"]
 _LOG = logging.getLogger(__name__)
 EXTERNAL_ABOVE = 2_000_000_000
@@ -68,6 +71,7 @@ def export_onnx(
     dtype: Precision | None = None,
     weights: Weights | None = None,
     max_error: float | None = None,
+    islands: Islands = "rule",
 ) -> Manifest:
     """Write ``model`` as ONNX with fixed shapes, and its manifest beside it (``<path>.json``).
 
@@ -79,6 +83,7 @@ def export_onnx(
         dtype: convert a float32 graph to "float16" or "bfloat16"; routers, TopK and norm statistics stay float32.
         weights: "int8", "int4" or "fp8" for those of matrix products, which makes it opset 21.
         max_error: the largest relative difference of an output to PyTorch that is accepted; the file is run first.
+        islands: "measured" runs the model as half precision rounds, and keeps in float32 only the groups that it needs.
 
     Raises:
         InputError: a shape, opset, dtype, weights or max_error that does not fit.
@@ -94,15 +99,32 @@ def export_onnx(
     routed = model if isinstance(model, RoutedModel) else modpass.trace(model)
     if max_error is not None and not (isinstance(max_error, int | float) and max_error > 0 and max_error is not True):
         raise InputError(f"max_error is {max_error!r}; it must be a number above 0, such as 0.05")
-    graph, indices = as_onnx(routed, shape, opset, dtype)
+    if islands not in get_args(Islands):
+        raise InputError(f"islands is {islands!r}; allowed are 'rule' and 'measured'")
+    graph, indices, groups = _measured(routed, shape, opset, dtype) if islands == "measured" else (
+        *as_onnx(routed, shape, opset, dtype), ()
+    )  # fmt: skip
     if weights is not None:
         graph = quantise(graph, weights)
-    found = {**facts(routed, graph, shape, indices), "weights": weights, "max_error": max_error}
+    found = {**facts(routed, graph, shape, indices), "weights": weights, "max_error": max_error, "islands": groups}
     if max_error is not None:
         return _write_accepted(routed, graph, Path(path), found)
     manifest = _write(graph, Path(path), found)
     manifest.save(manifest_path(path))
     return manifest
+
+
+def _measured(
+    model: RoutedModel, shape: FixedShape, opset: int, dtype: Precision | None
+) -> tuple[ir.Model, dict[str, str], tuple[str, ...]]:
+    """As ``as_onnx``, with the islands that this model needs, and their groups: "router" and those of the rule."""
+    if dtype != "float16":
+        raise InputError(f"islands can be measured for dtype 'float16', not for {dtype!r}; leave them to the rule")
+    graph, indices = as_onnx(model, shape, opset)
+    choices = list(indices.values())
+    found = measured_islands(graph, dtype, drawn(draws(model, shape), 0), choices)
+    _LOG.info("%s", found)
+    return to_precision(graph, dtype, choices=choices, groups=found.needed), indices, ("router", *found.needed)
 
 
 def _write_accepted(model: RoutedModel, graph: ir.Model, target: Path, facts: dict[str, Any]) -> Manifest:

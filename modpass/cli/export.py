@@ -28,7 +28,7 @@ from modpass.cli.options import (
     Sequence,
     parse_dims,
 )
-from modpass.cli.precision import MaxError, Quantise, refuse_precision
+from modpass.cli.precision import Islands, MaxError, Quantise, refuse_precision
 from modpass.cli.serving import Buckets, Instances, OutFolder, Serving, Triton
 from modpass.cli.source import Routing, load_source, refuse_routed, traced_dense
 from modpass.model import RoutedModel
@@ -92,6 +92,7 @@ def command(
     instances: Instances = 1,
     quantise: Quantise = None,
     max_error: MaxError = None,
+    islands: Islands = "rule",
 ) -> None:
     """Write MODEL as ONNX in which every dim is a number.
 
@@ -125,7 +126,7 @@ def command(
         serving.write(traced, sizes, source.name, verify, dims=dims, opset=opset, dtype=dtype)
         return
     with status("exporting"):
-        manifest = export_onnx(traced, out, shapes[0], opset, dtype, quantise, max_error)
+        manifest = export_onnx(traced, out, shapes[0], opset, dtype, quantise, max_error, islands)
     _print_written(out, manifest)
     if max_error is not None:
         console().print(f"within {max_error:g} of PyTorch in ONNX Runtime, {recorded(manifest)}", markup=False)
@@ -160,6 +161,8 @@ def _print_written(out: Path, manifest: Manifest) -> None:
         tokens = f"{block.k} of {block.sequence} tokens"
         how = ", by bisection: TensorRT's TopK ends at 3840" if block.selector == "bisection" else ""
         screen.print(f"{name}: {tokens} (capacity {block.capacity:g}{how})", markup=False)
+    if manifest.islands:
+        screen.print(f"float32 inside {manifest.dtype}: {', '.join(manifest.islands)}, as measured", markup=False)
     few = f", weights {manifest.weights}" if manifest.weights else ""
     facts = f"{mebibytes(out.stat().st_size)}, opset {manifest.opset}, {manifest.dtype}{few}"
     screen.print(f"wrote {out} ({facts}) and {out}.json", markup=False)

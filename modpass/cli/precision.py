@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-__all__ = ["MaxError", "Quantise", "refuse_precision"]
+__all__ = ["Islands", "MaxError", "Quantise", "refuse_precision"]
 
 Quantise = Annotated[
     Literal["int8", "int4", "fp8"] | None,
@@ -25,6 +25,16 @@ MaxError = Annotated[
         show_default=False,
         help="Run the file beside PyTorch first, and write nothing if an output is off by more than X, as a share of "
         "its largest value.",
+    ),
+]
+
+
+Islands = Annotated[
+    Literal["rule", "measured"],
+    typer.Option(
+        "--islands",
+        help="What beside routers stays in float32 in half precision: norms and position tables by rule, or what "
+        "a run on drawn inputs shows to need it.",
     ),
 ]
 
