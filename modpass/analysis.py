@@ -406,8 +406,8 @@ def _broadcast_shape(node: fx.Node, side: fx.Node) -> tuple[Expr, ...] | None:
         query, key = (shape_of(value_of(a)) for a in node.args[:2] if isinstance(a, fx.Node))
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
         return (*query[:-1], key[-2]) if mask is side else None
-    if name_of(node) == "baddbmm" and node.args[0] is side:
-        return shape_of(value_of(node))
+    if (name_of(node), side) in (("baddbmm", node.args[0]), ("gather", node.args[-1])):
+        return shape_of(value_of(node))  # the places that a gather reads are shaped like what it makes
     return shape_of(value_of(node)) if is_pointwise(node) or name_of(node) in ("cat", "concat") else None
 
 

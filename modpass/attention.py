@@ -1,22 +1,24 @@
 """Find attention in a graph: fused, or written out as product, softmax, product. Changes nothing.
 
-Between the two products the last dim of a value counts keys, and every other sequence dim counts queries.
+Between the two products the last dim of a value counts keys, and every other sequence dim counts queries. The same
+holds for what is added to scores or masks them, and for the scores by which keys are picked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from modpass.analysis import Refusal
 from modpass.dropout import AttentionDropout
-from modpass.mixing import LAYOUT, name_of
+from modpass.mixing import LAYOUT, SOFTMAX, is_pointwise, name_of
+from modpass.sparse import is_pick, picks_keys
 from modpass.symbols import Expr, shape_of, value_of
 
-__all__ = ["PRODUCTS", "Attention", "Attentions", "arguments_of", "find_attention", "is_fused", "moves"]
+__all__ = ["PRODUCTS", "Attention", "Attentions", "Pick", "arguments_of", "find_attention", "is_fused", "moves"]
 
 Carries = Callable[[Expr], bool]
 
@@ -43,15 +45,45 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Pick:
+    """Scores by which keys are picked for a mask. node: their product; keys: what the queries meet in it."""
+
+    node: fx.Node
+    keys: fx.Node
+
+
+@dataclass(frozen=True)
 class Attentions:
-    """All attention over tokens in a graph; keyed: the nodes whose last dim counts keys."""
+    """All attention over tokens in a graph.
+
+    keyed: the nodes whose last dim counts keys; beside: values of the keys' own tokens, ``[.., S]``, that scores or
+    masks are made of.
+    """
 
     found: tuple[Attention, ...]
+    picks: tuple[Pick, ...]
     keyed: frozenset[fx.Node]
+    beside: tuple[fx.Node, ...]
 
     def at(self, node: fx.Node) -> Attention | None:
         """The attention that begins or ends at ``node``."""
         return next((a for a in self.found if node in (a.node, a.weigh)), None)
+
+    def product(self, node: fx.Node) -> Attention | Pick | None:
+        """What the product of queries and keys at ``node`` is for; None where it is no such product."""
+        whole = [a for a in self.found if not a.fused]
+        return next((a for a in (*whole, *self.picks) if node is a.node), None)
+
+    def cached(self) -> list[tuple[str, fx.Node]]:
+        """What of earlier tokens a later one reads, each with its kind, in a fixed order."""
+        ends = [(kind, n) for a in self.found for kind, n in (("key", a.keys), ("value", a.values))]
+        picked = [("index", p.keys) for p in self.picks]
+        found = {n: kind for kind, n in reversed([*ends, *picked, *(("bias", n) for n in self.beside)])}
+        return [(kind, n) for n, kind in reversed(found.items())]
+
+    def ranked(self, node: fx.Node) -> bool:
+        """Whether ``node`` weighs or ranks scores by their keys, so that a key can be hidden in them before it."""
+        return name_of(node) in SOFTMAX | {"topk"} and node.args[0] in self.keyed
 
 
 def is_fused(node: fx.Node) -> bool:
@@ -76,30 +108,85 @@ def find_attention(nodes: Collection[fx.Node], carries: Carries) -> Attentions:
     Raises:
         Refusal: attention is laid out in a way that cannot be followed; says how.
     """
-    inner, keyed, found = set(nodes), set[fx.Node](), list[Attention]()
-    open_at: dict[fx.Node, fx.Node] = {}
+    finder = _Finder(set(nodes), carries)
     for node in nodes:
+        finder.visit(node)
+    return finder.attentions()
+
+
+@dataclass
+class _Finder:
+    """open_at: for each keyed node, the product that its scores come from; None for a mask or a bias."""
+
+    inner: set[fx.Node]
+    carries: Carries
+    open_at: dict[fx.Node, fx.Node | None] = field(default_factory=dict)
+    found: list[Attention] = field(default_factory=list)
+    picks: dict[fx.Node, Pick] = field(default_factory=dict)
+    beside: dict[fx.Node, None] = field(default_factory=dict)
+
+    def visit(self, node: fx.Node) -> None:
         if is_fused(node):
-            given = arguments_of(node)
-            if given["key"] in inner:
-                found.append(Attention(node, given["key"], given["value"], node))
-            continue
+            self._fused(node)
+            return
         left, right = _operands(node)
-        sources = [open_at[a] for a in node.all_input_nodes if a in open_at]
-        if left is not None and left in keyed:
+        starts = [self.open_at[a] for a in node.all_input_nodes if a in self.open_at]
+        if left is not None and left in self.open_at:
             assert right is not None
-            found.append(_close(node, open_at[left], right, carries))
-        elif sources and _has_both(node, carries):
-            keyed.add(node)
-            open_at[node] = sources[0]
-        elif left in inner and right in inner and _scores(node, right, carries):
-            keyed.add(node)
-            open_at[node] = node
-    ended = {a.node for a in found}
-    dangling = next((n for n in keyed if open_at[n] not in ended), None)
-    if dangling is not None:
-        raise Refusal(f"{dangling.target} multiplies tokens with tokens outside attention (node {dangling.name})")
-    return Attentions(tuple(found), frozenset(keyed))
+            self.found.append(_close(node, self.open_at[left], right, self.carries))
+        elif picks_keys(node, self.carries):
+            self._pick(node)
+        elif self._meet(left, right) and _scores(node, right, self.carries):
+            self._open(node, node)
+        elif (starts and _has_both(node, self.carries)) or self._makes_bias(node):
+            self._open(node, next((s for s in starts if s is not None), None))
+
+    def _meet(self, left: fx.Node | None, right: fx.Node | None) -> bool:
+        """Whether a product is of two values of tokens, neither of which holds scores."""
+        return left in self.inner and right in self.inner and right not in self.open_at
+
+    def _fused(self, node: fx.Node) -> None:
+        given = arguments_of(node)
+        mask = given.get("attn_mask")
+        if mask in self.inner and mask not in self.open_at and self._last(mask):
+            self.beside[mask] = None
+        if given["key"] in self.inner:
+            self.found.append(Attention(node, given["key"], given["value"], node))
+
+    def _open(self, node: fx.Node, start: fx.Node | None) -> None:
+        self.open_at[node] = start
+        for other in node.all_input_nodes:
+            if other not in _operands(node) and other in self.inner and other not in self.open_at and self._last(other):
+                self.beside[other] = None
+
+    def _pick(self, node: fx.Node) -> None:
+        scores: Any = node.args[0]
+        if name_of(node) == "topk" and (node.args[3:4] == (False,) or node.kwargs.get("largest") is False):
+            raise Refusal(f"{node.target} picks the keys with the lowest scores (node {node.name})")
+        start = self.open_at.get(scores)
+        if start is not None and is_pick(node, self.carries):
+            self.picks[start] = Pick(start, _operands(start)[1])  # type: ignore[arg-type]
+        self.open_at[node] = None
+
+    def _makes_bias(self, node: fx.Node) -> bool:
+        """A mask or bias for each pair of tokens, made place by place, or read from a table of the query's own."""
+        shape = shape_of(value_of(node))
+        if not shape or not self.carries(shape[-1]) or sum(map(self.carries, shape)) < 2:
+            return False
+        if name_of(node) == "gather":
+            return node.args[1] in (-1, len(shape) - 1) and node.args[2] not in self.inner
+        return is_pointwise(node) or name_of(node) == "expand"
+
+    def _last(self, node: fx.Node) -> bool:
+        shape = shape_of(value_of(node))
+        return bool(shape) and self.carries(shape[-1])
+
+    def attentions(self) -> Attentions:
+        ended = {a.node for a in self.found} | set(self.picks)
+        dangling = next((n for n, s in self.open_at.items() if s is not None and s not in ended), None)
+        if dangling is not None:
+            raise Refusal(f"{dangling.target} multiplies tokens with tokens outside attention (node {dangling.name})")
+        return Attentions(tuple(self.found), tuple(self.picks.values()), frozenset(self.open_at), tuple(self.beside))
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
@@ -115,7 +202,9 @@ def _scores(node: fx.Node, right: fx.Node | None, carries: Carries) -> bool:
     return len(keys) >= 3 and carries(keys[-1]) and sum(map(carries, shape)) > 1
 
 
-def _close(node: fx.Node, start: fx.Node, values: fx.Node, carries: Carries) -> Attention:
+def _close(node: fx.Node, start: fx.Node | None, values: fx.Node, carries: Carries) -> Attention:
+    if start is None:
+        raise Refusal(f"{node.target} weighs values by what no query and key made (node {node.name})")
     keys = _operands(start)[1]
     shape = shape_of(value_of(values))
     if keys is None or len(shape) < 2 or not carries(shape[-2]):
