@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from modpass.analysis import SEQUENCE, Refusal, Sizes, canonical_arguments, merges_rows
 from modpass.attention import Attention, arguments_of, find_attention
@@ -117,6 +117,9 @@ class StepCopy:
             return self.left[part]
         window = self._call(torch.cat, [before, self.step[part.node]], part.dim)
         self.left.setdefault(part, self._call(torch.narrow, window, part.dim, 1, part.count))
+        if name_of(node) in ("cat", "concat"):
+            front: Any = node.args[0]
+            return self._call(begin_with, window, self._value(node, front[0]), self.slot, part.dim)
         if name_of(node) != "conv1d":
             return self._call(torch.narrow, window, part.dim, 0, 1) if node in self.memory.cut else window
         weight, bias, stride, _, *rest = (*self._arguments(node, node.args[1:], False),)
@@ -220,6 +223,16 @@ class StepCopy:
         weights = self.step[node.args[0]]  # type: ignore[index]
         new, whole = self.step[attention.values], self._whole(attention.values)
         return self._traced(node, self._call(weigh, weights, whole, new, self.slot))
+
+
+def begin_with(window: Tensor, first: Tensor, position_B: Tensor, dim: int) -> Tensor:
+    """The token before, out of a window of two; ``first`` where there is none.
+
+    >>> begin_with(torch.tensor([[7, 8], [7, 8]]), torch.tensor([[0]]), torch.tensor([0, 3]), 1).tolist()
+    [[0], [7]]
+    """
+    is_first = position_B.repeat_interleave(window.shape[0] // position_B.shape[0]) == 0
+    return torch.where(is_first.view(-1, *[1] * (window.dim() - 1)), first, window.narrow(dim, 0, 1))
 
 
 def refuse_mixing(tokens: list[fx.Node], sizes: Sizes, remembered: Collection[fx.Node] = ()) -> None:

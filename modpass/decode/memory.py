@@ -57,6 +57,7 @@ def find_memory(tokens: Collection[fx.Node], sizes: Sizes, known: dict[Any, int]
     """Find what a step must remember. What cannot be followed is left out, for ``refuse_mixing`` to name."""
     memory, inner = Memory(), set(tokens)
     looks = {"cumsum": _Look.sum, "pad": _Look.pad, "constant_pad_nd": _Look.pad, "conv1d": _Look.convolution}
+    looks |= dict.fromkeys(("cat", "concat"), _Look.put_before)
     for node in tokens:
         if node.op == "call_function" and name_of(node) in looks:
             looks[name_of(node)](_Look(node, inner, sizes, known), memory)
@@ -104,6 +105,19 @@ class _Look:
         if dim is not None and way.trail(self.node, reach):
             self._keep(memory, dim, reach, way)
 
+    def put_before(self, memory: Memory) -> None:
+        """One value for all rows before every token but the last: a shift that does not begin with zeros."""
+        parts: Any = self.node.args[0]
+        if len(parts) != 2 or parts[0] in self.inner or parts[1] not in self.inner or name_of(parts[1]) != "slice":
+            return
+        self.source, way = parts[1].args[0], _Way(self.inner, self.sizes, {})
+        dim = self._dim(self.node.args[1] if len(self.node.args) > 1 else 0, self.source)
+        if dim is None or way.extra(parts[1]) != -1 or way.extra(self.node) != 0 or _start(parts[1]) != 0:
+            return
+        if list(parts[1].users) == [self.node]:
+            self._keep(memory, dim, 1, way)
+            memory.followed.add(parts[1])
+
     def _keep(self, memory: Memory, dim: int, count: int, way: _Way) -> None:
         memory.kept[self.node] = Remembered(self.source, dim, count, "window")
         memory.followed |= {self.node, *way.followed}
@@ -138,7 +152,7 @@ class _Way:
         return all(is_size(user) or self._takes(user, node, self.longer[node]) for user in node.users)
 
     def _takes(self, user: fx.Node, node: fx.Node, extra: int) -> bool:
-        left = self._extra(user)
+        left = self.extra(user)
         if left is None or not 0 <= left <= extra:
             return False
         if name_of(user) == "slice" and self._along(user, node):
@@ -162,11 +176,11 @@ class _Way:
             if is_size(user):
                 return False
             if name_of(user) == "slice" and self._along(user, node):
-                if _start(user) != 0 or self._extra(user) != 0:
+                if _start(user) != 0 or self.extra(user) != 0:
                     return False
                 self.cut[user] = 0
                 self.followed.add(user)
-            elif not (self._extra(user) == extra and self._apart(user, node) and self.trail(user, extra)):
+            elif not (self.extra(user) == extra and self._apart(user, node) and self.trail(user, extra)):
                 return False
         return bool(node.users)
 
@@ -182,7 +196,7 @@ class _Way:
         dim: Any = user.args[1] if len(user.args) > 1 else 0
         return self.sizes.carries(shape[dim])
 
-    def _extra(self, node: fx.Node) -> int | None:
+    def extra(self, node: fx.Node) -> int | None:
         """By how much the one dim that counts tokens is longer than S."""
         found = [self.sizes.canonical(s) - SEQUENCE for s in shape_of(value_of(node)) if self.sizes.carries(s)]
         return int(found[0]) if len(found) == 1 and found[0].is_Integer else None
