@@ -21,6 +21,7 @@ from modpass.symbols import expr_of, shape_of, value_of
 
 __all__ = ["CacheSpec", "StepCopy", "refuse_mixing"]
 
+_EXACT = {"gather", "cat", "concat"}  # these do not broadcast
 Side = Callable[[fx.Node, fx.Node], Any]
 
 
@@ -135,7 +136,20 @@ class StepCopy:
     def _value(self, consumer: fx.Node, node: fx.Node) -> Any:
         if node in self.beside and self.sees_keys(consumer):
             return self._joined(node)
-        return self.step[node] if node in self.step else self.side(consumer, node)
+        if node in self.step:
+            return self.step[node]
+        made = self.side(consumer, node)
+        return self._expanded(consumer, node, made) if name_of(consumer) in _EXACT else made
+
+    def _expanded(self, consumer: fx.Node, node: fx.Node, made: Any) -> Any:
+        """A side input at the size that it has in a step; its row may come without the dims that broadcast."""
+        shape, carries = shape_of(value_of(node)), self.sizes.carries
+        if not any(map(carries, shape)):
+            return made
+        sizes: list[Any] = [1 if carries(s) else int(self.sizes.canonical(s).subs(self.known)) for s in shape]
+        if self.sees_keys(consumer) and carries(shape[-1]):
+            sizes[-1] = self.slots
+        return self._call(torch.Tensor.expand, made, [-1 if shape[0] == 1 else sizes[0], *sizes[1:]])
 
     def _joined(self, node: fx.Node) -> Any:
         """What each key's own token has said, ``[.., N]``: from the cache, and for the new token from itself."""

@@ -25,13 +25,10 @@ from modpass.decode.rows import Rows
 from modpass.decode.worlds import FullLength
 from modpass.errors import BlockError, InputError
 from modpass.functional import Gather
-from modpass.mixing import name_of
 from modpass.routing import RoutedBlock
 from modpass.symbols import shape_of, value_of
 
 __all__ = ["decode_step"]
-
-_EXACT = {"gather", "cat", "concat"}  # these do not broadcast
 
 
 def decode_step(
@@ -172,16 +169,7 @@ class _Step(StepCopy):
         if gather is None:
             return self.full(node)
         keyed = self.sees_keys(consumer)
-        row = self._at_position(node, gather, keyed)
-        return self._expanded(row, node, gather, keyed) if name_of(consumer) in _EXACT else row
-
-    def _expanded(self, row: Any, node: fx.Node, gather: Gather, keyed: bool) -> fx.Node:
-        """The row at the size that it has in a step, for operators that do not broadcast."""
-        shape = list(self._shape(node, 1))
-        if keyed and self.sizes.carries(shape_of(value_of(node))[-1]):
-            shape[-1] = self.max_sequence
-        shape[gather.batch] = -1
-        return self.graph.call_function(torch.Tensor.expand, (row, shape))
+        return self._at_position(node, gather, keyed)
 
     def _uniform(self, consumer: fx.Node, node: fx.Node, value: Tensor) -> fx.Node:
         """A tensor with one value in every place, at the sizes of a step."""
