@@ -130,7 +130,6 @@ class OnnxRuntimeBackend:
             for caches in groups
         ]
 
-
     @cached_property
     def _states(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """What is remembered beside caches, and what a step makes of it, as views ``[B, ..]``."""

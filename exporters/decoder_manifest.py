@@ -28,20 +28,18 @@ class Ports(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CacheEntry:
-    """A cache: its name in the graphs, its shape, and the dim that counts slots."""
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int
-
-
-@dataclass(frozen=True)
 class StateEntry:
     """What is remembered of the last tokens outside attention: its name in the graphs, and its shape."""
 
     name: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CacheEntry(StateEntry):
+    """A cache: its name in the graphs, its shape, and the dim that counts slots."""
+
+    dim: int
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ Tensors = Mapping[str, Tensor]
 def settle(
     manifest: DecoderManifest, arrays: Tensors, new: Tensors, position_B: Tensor, live_B: Tensor, taken: Tensor
 ) -> None:
-    """Write new cache rows, what is remembered beside them, counts and places of the rows that are live; ``taken`` counts (row, routed block).
+    """Write what the rows that are live leave: cache rows, what is remembered beside them, counts and places.
+
+    ``taken`` counts (row, routed block).
 
     No shape and no operator depends on what the tensors hold, so that a CUDA graph can hold all of it.
     """

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from modpass.analysis import Refusal, Sizes
-from modpass.attention import Attentions, arguments_of, find_attention
+from modpass.attention import Attentions, arguments_of
+from modpass.attention_find import find_attention
 from modpass.dropout import copy_graph
 from modpass.mixing import SOFTMAX, name_of
 from modpass.symbols import expr_of, shape_of, value_of
@@ -88,7 +89,9 @@ def _ranked(tokens: list[fx.Node], attentions: Attentions, sizes: Sizes) -> list
     for node in found:
         scores: Any = node.args[0]
         if not sizes.carries(shape_of(value_of(scores))[-2]):
-            raise Refusal(f"the scores at node {scores.name} do not end in queries and keys, so that none can be hidden")
+            raise Refusal(
+                f"the scores at node {scores.name} do not end in queries and keys, so that none can be hidden"
+            )
     return found
 
 

@@ -143,7 +143,10 @@ def test_routed_blocks_go_with_what_is_remembered_outside_them(capacity: float) 
     for block in routed.routed_blocks.values():
         block.max_sequence = LENGTH
         torch.nn.init.normal_(block.router.weight)
-    assert [p.name for p in decode_step(routed, batch=1, max_sequence=LENGTH).info.states] == ["mix.window", "mix.window_1"]
+    assert [p.name for p in decode_step(routed, batch=1, max_sequence=LENGTH).info.states] == [
+        "mix.window",
+        "mix.window_1",
+    ]
     check(routed)
 
 
@@ -208,7 +211,18 @@ class Later(nn.Module):
         (lambda x: x + torch.cat([x[:, :1], x[:, :-1]], 1), "aten.slice.Tensor takes the sequence apart"),
         (lambda x: x[:, : x.shape[1] // 4 * 4].repeat(1, 2, 1)[:, : x.shape[1]], "into groups of 4 tokens"),
     ],
-    ids=["both ways", "ones first", "shift back", "next", "turned", "from the end", "product", "roll", "held", "groups"],
+    ids=[
+        "both ways",
+        "ones first",
+        "shift back",
+        "next",
+        "turned",
+        "from the end",
+        "product",
+        "roll",
+        "held",
+        "groups",
+    ],
 )
 def test_what_cannot_be_remembered_is_refused_by_the_operator(mix: Mix, words: str) -> None:
     with pytest.raises(BlockError, match=words):

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from modpass.analysis import SEQUENCE, Refusal, Sizes, canonical_arguments, merges_rows
-from modpass.attention import Attention, arguments_of, find_attention
+from modpass.analysis import Refusal, Sizes
+from modpass.attention import Attention, arguments_of
+from modpass.attention_find import find_attention
 from modpass.decode.attend import attend, hide_later, join_scores, weigh
 from modpass.decode.caches import Cut, cut_at, spreads_heads
 from modpass.decode.memory import Memory, Remembered
 from modpass.decode.names import free_placeholder
+from modpass.decode.recall import recall
 from modpass.decode.worlds import is_size, size_at
-from modpass.mixing import mixing_reason, name_of
-from modpass.sparse import picks_keys
-from modpass.symbols import expr_of, shape_of, value_of
+from modpass.mixing import name_of
+from modpass.symbols import shape_of, value_of
 
-__all__ = ["CacheSpec", "StepCopy", "refuse_mixing"]
+__all__ = ["CacheSpec", "StepCopy"]
 
-_EXACT = {"gather", "cat", "concat"}  # these do not broadcast
 Side = Callable[[fx.Node, fx.Node], Any]
 
 
@@ -97,9 +97,10 @@ class StepCopy:
             elif attention is not None:
                 made = self._weigh(attention)
             elif node in self.memory.kept:
-                made = self._remembering(node)
+                made = recall(self, node)
             elif node in self.memory.cut:
-                made = self._call(torch.narrow, self.step[node.args[0]], node.args[1], self.memory.cut[node], 1)
+                source: Any = node.args[0]
+                made = self.call(torch.narrow, self.step[source], node.args[1], self.memory.cut[node], 1)
             else:
                 made = self._plain(node)
             self.step[node] = made
@@ -108,67 +109,54 @@ class StepCopy:
         """What each cache is to hold for the new token."""
         return tuple(self.step[c.node] for c in self.caches)
 
-    def _remembering(self, node: fx.Node) -> fx.Node:
-        """A sum that goes on, or an operator on the last tokens and this one."""
-        part = self.memory.kept[node]
-        before = self.remembered[part]
-        if part.kind == "sum":
-            own = self._call(torch.Tensor.to, self._value(node, node.args[0]), value_of(node).dtype)  # type: ignore[arg-type]
-            self.left[part] = self._traced(node, self._call(torch.add, before, own))
-            return self.left[part]
-        window = self._call(torch.cat, [before, self.step[part.node]], part.dim)
-        self.left.setdefault(part, self._call(torch.narrow, window, part.dim, 1, part.count))
-        if name_of(node) in ("cat", "concat"):
-            front: Any = node.args[0]
-            return self._call(begin_with, window, self._value(node, front[0]), self.slot, part.dim)
-        if name_of(node) != "conv1d":
-            return self._call(torch.narrow, window, part.dim, 0, 1) if node in self.memory.cut else window
-        weight, bias, stride, _, *rest = (*self._arguments(node, node.args[1:], False),)
-        return self._traced(node, self._call(node.target, window, weight, bias, stride, [0], *rest))
-
     def sees_keys(self, consumer: fx.Node) -> bool:
         """Whether the last dim of what ``consumer`` broadcasts to counts keys."""
         return consumer in self.attentions.keyed or self.attentions.at(consumer) is not None
 
-    def _call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call in the step's graph."""
         return self.graph.call_function(function, args, kwargs)
 
-    def _value(self, consumer: fx.Node, node: fx.Node) -> Any:
+    def value(self, consumer: fx.Node, node: fx.Node) -> Any:
+        """What ``consumer`` reads at ``node`` in the step."""
         if node in self.beside and self.sees_keys(consumer):
             return self._joined(node)
         if node in self.step:
             return self.step[node]
         made = self.side(consumer, node)
-        return self._expanded(consumer, node, made) if name_of(consumer) in _EXACT else made
+        exact = name_of(consumer) in ("cat", "concat") or (name_of(consumer) == "gather" and node is consumer.args[2])
+        return self._expanded(consumer, node, made) if exact else made
 
     def _expanded(self, consumer: fx.Node, node: fx.Node, made: Any) -> Any:
-        """A side input at the size that it has in a step; its row may come without the dims that broadcast."""
-        shape, carries = shape_of(value_of(node)), self.sizes.carries
+        """A side input of what does not broadcast, at its size in a step; a row comes without the dims that do."""
+        same = consumer if name_of(consumer) == "gather" else node  # it makes what its places are shaped like
+        shape, carries = shape_of(value_of(same)), self.sizes.carries
         if not any(map(carries, shape)):
             return made
         sizes: list[Any] = [1 if carries(s) else int(self.sizes.canonical(s).subs(self.known)) for s in shape]
         if self.sees_keys(consumer) and carries(shape[-1]):
             sizes[-1] = self.slots
-        return self._call(torch.Tensor.expand, made, [-1 if shape[0] == 1 else sizes[0], *sizes[1:]])
+        return self.call(torch.Tensor.expand, made, [-1 if shape[0] == 1 else sizes[0], *sizes[1:]])
 
     def _joined(self, node: fx.Node) -> Any:
         """What each key's own token has said, ``[.., N]``: from the cache, and for the new token from itself."""
-        return self._call(join_scores, self._whole(node), self.step[node], self.slot)
+        return self.call(join_scores, self._whole(node), self.step[node], self.slot)
 
     def _plain(self, node: fx.Node) -> fx.Node:
         """The same operator on one token."""
         keyed = node in self.attentions.keyed
-        args = self._arguments(node, node.args, keyed)
-        kwargs = {k: self._arguments(node, v, keyed) for k, v in node.kwargs.items()}
+        args = self.arguments(node, node.args, keyed)
+        kwargs = {k: self.arguments(node, v, keyed) for k, v in node.kwargs.items()}
         if self.attentions.ranked(node):
-            args = (self._call(hide_later, args[0], self.slot, self.slots), *args[1:])
-        return self._traced(node, self.graph.call_function(node.target, args, kwargs))  # type: ignore[arg-type]
+            args = (self.call(hide_later, args[0], self.slot, self.slots), *args[1:])
+        return self.traced(node, self.graph.call_function(node.target, args, kwargs))  # type: ignore[arg-type]
 
-    def _traced(self, node: fx.Node, made: fx.Node) -> fx.Node:
+    def traced(self, node: fx.Node, made: fx.Node) -> fx.Node:
+        """``made``, said to come from where ``node`` did."""
         made.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
         return made
 
-    def _arguments(self, consumer: fx.Node, given: Any, keyed: bool, last: bool = True) -> Any:
+    def arguments(self, consumer: fx.Node, given: Any, keyed: bool, last: bool = True) -> Any:
         """Arguments on one token; a size that counts tokens is one, but the last of a keyed value counts slots.
 
         So does how many keys are picked.
@@ -177,10 +165,10 @@ class StepCopy:
         if isinstance(given, fx.Node):
             if is_size(given):
                 return size_at(given, self.sizes, self.slots if keyed and last else 1, self.known)
-            return self._value(consumer, given)
+            return self.value(consumer, given)
         if isinstance(given, list | tuple):
             end = len(given) - 1
-            made = [self._arguments(consumer, a, keyed, i == end) for i, a in enumerate(given)]
+            made = [self.arguments(consumer, a, keyed, i == end) for i, a in enumerate(given)]
             return tuple(made) if isinstance(given, tuple) else made
         return given
 
@@ -209,10 +197,10 @@ class StepCopy:
             whole = [self.cached[self.cut[e].node] for e in ends]
         else:
             new, whole = [self.step[e] for e in ends], [self._whole(e) for e in ends]
-        row = None if mask is None else self._value(attention.node, mask)
-        query = self._value(attention.node, given["query"])
-        made = self._call(attend, query, *new, *whole, self.slot, row, given.get("scale"))
-        return self._traced(attention.node, made)
+        row = None if mask is None else self.value(attention.node, mask)
+        query = self.value(attention.node, given["query"])
+        made = self.call(attend, query, *new, *whole, self.slot, row, given.get("scale"))
+        return self.traced(attention.node, made)
 
     def _one_query(self, mask: fx.Node) -> bool:
         """Whether a mask made of tokens is followed key by key, or is the query's own."""
@@ -220,15 +208,15 @@ class StepCopy:
 
     def _scores(self, node: fx.Node, keys: fx.Node) -> fx.Node:
         first: Any = node.args[1] if name_of(node) == "baddbmm" else node.args[0]
-        query = self._value(node, first)
-        new = self._call(torch.matmul, query, self.step[keys])
-        joined = self._call(join_scores, self._call(torch.matmul, query, self._whole(keys)), new, self.slot)
+        query = self.value(node, first)
+        new = self.call(torch.matmul, query, self.step[keys])
+        joined = self.call(join_scores, self.call(torch.matmul, query, self._whole(keys)), new, self.slot)
         if name_of(node) == "baddbmm":
-            bias = self._value(node, node.args[0])  # type: ignore[arg-type]
+            bias = self.value(node, node.args[0])  # type: ignore[arg-type]
             beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
-            scaled = self._call(torch.mul, joined, alpha)
-            joined = self._call(torch.add, scaled, self._call(torch.mul, bias, beta))
-        return self._traced(node, joined)
+            scaled = self.call(torch.mul, joined, alpha)
+            joined = self.call(torch.add, scaled, self.call(torch.mul, bias, beta))
+        return self.traced(node, joined)
 
     def _weigh(self, attention: Attention) -> fx.Node:
         node = attention.weigh
@@ -236,35 +224,4 @@ class StepCopy:
             raise Refusal(f"{node.target} adds to the weighed values (node {node.name})")
         weights = self.step[node.args[0]]  # type: ignore[index]
         new, whole = self.step[attention.values], self._whole(attention.values)
-        return self._traced(node, self._call(weigh, weights, whole, new, self.slot))
-
-
-def begin_with(window: Tensor, first: Tensor, position_B: Tensor, dim: int) -> Tensor:
-    """The token before, out of a window of two; ``first`` where there is none.
-
-    >>> begin_with(torch.tensor([[7, 8], [7, 8]]), torch.tensor([[0]]), torch.tensor([0, 3]), 1).tolist()
-    [[0], [7]]
-    """
-    is_first = position_B.repeat_interleave(window.shape[0] // position_B.shape[0]) == 0
-    return torch.where(is_first.view(-1, *[1] * (window.dim() - 1)), first, window.narrow(dim, 0, 1))
-
-
-def refuse_mixing(tokens: list[fx.Node], sizes: Sizes, remembered: Collection[fx.Node] = ()) -> None:
-    """Refuse operators that mix tokens outside attention, or that compute with the sequence length.
-
-    remembered: those that a step makes of what it remembers.
-
-    Raises:
-        Refusal: names the operator.
-    """
-    for node in (n for n in tokens if n.op == "call_function"):
-        reason = mixing_reason(node, sizes.carries, sizes.is_batch) or merges_rows(node, sizes)
-        if reason and node not in remembered and not picks_keys(node, sizes.carries):
-            raise Refusal(f"{reason} (node {node.name})")
-        lengths = [a for a in node.all_input_nodes if is_size(a) and sizes.carries(_expr(a))]
-        if any(kind in ("number", "Tensor") and a in lengths for kind, a in canonical_arguments(node)):
-            raise Refusal(f"{node.target} computes with the sequence length (node {node.name})")
-
-
-def _expr(node: fx.Node) -> Any:
-    return expr_of(value_of(node)) if isinstance(value_of(node), torch.SymInt) else SEQUENCE
+        return self.traced(node, self.call(weigh, weights, whole, new, self.slot))

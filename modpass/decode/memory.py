@@ -211,8 +211,8 @@ def _start(node: fx.Node) -> int | None:
 
 def _reach(node: fx.Node, inner: set[fx.Node]) -> int:
     """How many tokens a convolution looks back, if it takes every token and its weight is a parameter; else 0."""
-    defaults: list[Any] = [None, None, None, [1], [0], [1], 1]
-    _, weight, _, stride, _, dilation, _ = [*node.args, *defaults[len(node.args) :]]
+    given: list[Any] = [*node.args, *[None, None, None, [1], [0], [1], 1][len(node.args) :]]
+    _, weight, _, stride, _, dilation, _ = given
     shape = shape_of(value_of(weight)) if isinstance(weight, fx.Node) else ()
     if len(shape) != 3 or not shape[-1].is_Integer or list(stride) != [1] or node.kwargs:
         return 0

@@ -25,22 +25,6 @@ class TensorInput:
 
 
 @dataclass(frozen=True)
-class Cache:
-    """A cache of keys or values: ``dim`` counts its slots; block: the routed block that owns it, or None."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    dim: int
-    block: str | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Its size in memory."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
 class State:
     """What is remembered of the last tokens outside attention; a step gives all of it anew, under ``name``.new."""
 
@@ -52,6 +36,14 @@ class State:
     def bytes(self) -> int:
         """Its size in memory."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Cache(State):
+    """A cache of keys or values: ``dim`` counts its slots; block: the routed block that owns it, or None."""
+
+    dim: int
+    block: str | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +136,7 @@ class PrefillModel(_Derived):
     def output_names(self) -> tuple[str, ...]:
         """The names of the outputs, in order: the model's own, caches, states, then those of each routed block."""
         info = self.info
-        whole = [v.name for v in (*info.dense_caches, *info.states)]
+        whole = [v.name for v in info.dense_caches + info.states]
         routed = [n for r in info.routing for n in (r.count, r.places, *(c.name for c in r.caches))]
         return (*info.model_outputs, *whole, *routed)
 
@@ -198,7 +190,9 @@ class StepModel(_Derived):
 
     def state(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
         """Empty caches, states and routing state, by input name."""
-        own = {v.name for v in (*self.caches, *self.info.states)} | {n for r in self.routing for n in (r.count, r.places)}
+        own = {v.name for v in (*self.caches, *self.info.states)} | {
+            n for r in self.routing for n in (r.count, r.places)
+        }
         return {i.name: torch.zeros(i.shape, dtype=i.dtype, device=device) for i in self.inputs if i.name in own}
 
     def advance(self, inputs: Mapping[str, Tensor], position: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,8 +12,8 @@ from torch.export import ExportedProgram
 from modpass.analysis import Refusal, Sizes
 from modpass.attention import PRODUCTS, arguments_of, is_fused
 from modpass.causal import dependent
-from modpass.decode.copy import refuse_mixing
 from modpass.decode.memory import Memory, find_memory
+from modpass.decode.permit import refuse_mixing
 from modpass.dropout import undo_dropout
 from modpass.errors import BlockError, InputError
 from modpass.mixing import LAYOUT, name_of

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from modpass.analysis import Refusal
-from modpass.attention import find_attention
+from modpass.attention_find import find_attention
 from modpass.causal import dependent
 from modpass.decode.caches import Cut, cut_at, named
 from modpass.decode.causality import check_causal, check_length

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from modpass.analysis import Sizes
-from modpass.attention import find_attention
+from modpass.attention_find import find_attention
 from modpass.causal import causal_slots, dependent
 from modpass.decode.caches import Cut, cut_at
 from modpass.decode.model import Cache, Routing

@@ -139,7 +139,7 @@ class _Step(StepCopy):
     def _name_memory(self) -> list[State]:
         """Names for caches and for what else is remembered, which becomes inputs under them."""
         parts = list(self.remembered)
-        names = named([(m.node, m.kind) for m in (*self.caches, *parts)])
+        names = named([*((c.node, c.kind) for c in self.caches), *((p.node, p.kind) for p in parts)])
         for cache, name in zip(self.caches, names, strict=False):
             cache.name = name
             self.inputs.append((name, cache.place))
@@ -237,7 +237,9 @@ class _Step(StepCopy):
         given = ((name, node.meta) for name, node in self.inputs if "shape" in node.meta)
         inputs = tuple(TensorInput(name, meta["shape"], meta["dtype"]) for name, meta in given)
         names = tuple(self.outer.model.output_names[: len(leaves)])
-        info = StepInfo(self.outer.rows, self.max_sequence, inputs, tuple(caches), tuple(self.states), tuple(routing), names)
+        info = StepInfo(
+            self.outer.rows, self.max_sequence, inputs, tuple(caches), tuple(self.states), tuple(routing), names
+        )
         modules = {self._step_name(n): step for n, (step, _) in self.blocks.items()}
         made = StepModel.build(self.outer.model, self.graph, info, self.full.tables, modules)
         made.meta["modpass.inputs"] = tuple(name for name, _ in self.inputs)
