@@ -76,6 +76,13 @@ def taps(x: Tensor) -> Tensor:
     return x + 0.5 * padded[:, :S] + 0.3 * padded[:, 1 : S + 1] - 0.2 * padded[:, 2:]
 
 
+def unfolded(x: Tensor) -> Tensor:
+    """Each token's last three at once, weighed by the token itself."""
+    S = x.shape[1]
+    windows = F.pad(x.transpose(1, 2), (2, 0))[..., -(S + 2) :].unfold(-1, 3, 1).transpose(1, 2)
+    return x + (windows * x[..., :3].softmax(-1).unsqueeze(2)).sum(-1)
+
+
 MIXES: dict[str, Callable[[], Mix]] = {
     "running sum": lambda: lambda x: x + 0.1 * x.cumsum(1),
     "running mean": lambda: lambda x: x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None],
@@ -83,6 +90,7 @@ MIXES: dict[str, Callable[[], Mix]] = {
     "shift by padding less than nothing": lambda: lambda x: x + F.pad(x, (0, 0, 1, -1)),
     "shift after a learned value": Before,
     "taps": lambda: taps,
+    "unfolded windows": lambda: unfolded,
     "convolution": Convolution,
     "convolution, activation, cut": lambda: Convolution(F.silu),
     "dilated convolution": lambda: Convolution(dilation=2),

@@ -155,12 +155,15 @@ class _Way:
         left = self.extra(user)
         if left is None or not 0 <= left <= extra:
             return False
-        if name_of(user) == "slice" and self._along(user, node):
-            start = _start(user)
+        if name_of(user) == "slice" and left < extra:
+            start = _start(user) if self._along(user, node) else None
             if start is None or (left and start != extra - left):
                 return False
             if not left:
                 self.cut[user] = start
+        elif name_of(user) == "unfold":
+            if not self._along(user, node) or list(user.args[2:]) != [extra + 1, 1]:
+                return False
         elif name_of(user) == "conv1d":
             if user.args[0] is not node or _reach(user, self.inner) != extra - left or not _bare(user):
                 return False
