@@ -68,8 +68,8 @@ class Attentions:
     def cached(self) -> list[tuple[str, fx.Node]]:
         """What of earlier tokens a later one reads, each with its kind, in a fixed order."""
         ends = [(kind, n) for a in self.found for kind, n in (("key", a.keys), ("value", a.values))]
-        picked = [("index", p.keys) for p in self.picks]
-        found = {n: kind for kind, n in reversed([*ends, *picked, *(("bias", n) for n in self.beside)])}
+        picked = [("index_key", p.keys) for p in self.picks]
+        found = {n: kind for kind, n in reversed([*ends, *picked, *(("key_bias", n) for n in self.beside)])}
         return [(kind, n) for n, kind in reversed(found.items())]
 
     def ranked(self, node: fx.Node) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from modpass.analysis import SEQUENCE, Refusal, Sizes
 from modpass.attention import moves
@@ -92,13 +92,14 @@ def spreads_heads(cut: Cut, heads: int, sizes: Sizes, known: dict[Any, int]) -> 
     return last.shape == wanted.shape and bool(torch.equal(last, wanted))
 
 
-def named(pairs: list[tuple[fx.Node, str]]) -> list[str]:
-    """A name for each cache, of its node and kind; those of a module that is called again are numbered."""
+def named(pairs: list[tuple[fx.Node, str]], model: nn.Module) -> list[str]:
+    """A name for each cache, of its node and kind, that no parameter has; those of a module called again are numbered."""
     found: list[str] = []
+    taken = {n for n, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     for node, kind in pairs:
         plain = name = cache_name(node, kind)
         number = 1
-        while name in found:
+        while name in found or name in taken:
             name, number = f"{plain}_{number}", number + 1
         found.append(name)
     return found

@@ -29,7 +29,7 @@ _KEEPS = LAYOUT | {"to", "_to_copy"}
 
 @dataclass(frozen=True)
 class Remembered:
-    """The last ``count`` values of ``node`` along ``dim``; kind: "sum" or "window"."""
+    """The last ``count`` values of ``node`` along ``dim``; kind: "running_sum" or "window"."""
 
     node: fx.Node
     dim: int
@@ -75,7 +75,7 @@ class _Look:
         """A cumulative sum along the tokens."""
         dim = self._dim(self.node.args[1], self.node)
         if dim is not None:
-            memory.kept[self.node] = Remembered(self.node, dim, 1, "sum")
+            memory.kept[self.node] = Remembered(self.node, dim, 1, "running_sum")
             memory.followed.add(self.node)
 
     def pad(self, memory: Memory) -> None:

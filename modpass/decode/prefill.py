@@ -197,7 +197,7 @@ class _Prefill:
         results: list[Any] = [self._result(n) for n in leaves]
         caches = []
         cuts, parts = self._cuts(), self.outer.memory.parts()
-        names_of = named([*((c.node, k) for c, k in cuts), *((p.node, p.kind) for p in parts)])
+        names_of = named([*((c.node, k) for c, k in cuts), *((p.node, p.kind) for p in parts)], self.outer.model)
         for (cut, _), name in zip(cuts, names_of, strict=False):
             shape = [self._size(s) for s in shape_of(value_of(cut.node))]
             shape[cut.dim] = self.max_sequence

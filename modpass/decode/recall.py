@@ -20,7 +20,7 @@ def recall(copy: StepCopy, node: fx.Node) -> fx.Node:
     """A sum that goes on, or the operator on the last tokens and this one; ``copy.left`` keeps what is left of it."""
     part = copy.memory.kept[node]
     before, source = copy.remembered[part], node.args[0]
-    if part.kind == "sum":
+    if part.kind == "running_sum":
         own = copy.call(torch.Tensor.to, copy.step[source], value_of(node).dtype)  # type: ignore[index]
         copy.left[part] = copy.traced(node, copy.call(torch.add, before, own))
         return copy.left[part]

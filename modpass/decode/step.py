@@ -139,7 +139,7 @@ class _Step(StepCopy):
     def _name_memory(self) -> list[State]:
         """Names for caches and for what else is remembered, which becomes inputs under them."""
         parts = list(self.remembered)
-        names = named([*((c.node, c.kind) for c in self.caches), *((p.node, p.kind) for p in parts)])
+        names = named([*((c.node, c.kind) for c in self.caches), *((p.node, p.kind) for p in parts)], self.outer.model)
         for cache, name in zip(self.caches, names, strict=False):
             cache.name = name
             self.inputs.append((name, cache.place))
