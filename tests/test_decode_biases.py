@@ -95,6 +95,19 @@ class ByPair(Biased):
         return both.masked_fill(later(x.shape[1]), -1e9)
 
 
+class Asked(Written):
+    """A query of the model's own, the same for every token, asks each token alone beside attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.unflatten(-1, (4, -1))
+        asked = self.query.expand(*x.shape[:2], -1, -1) @ parts
+        return super().forward(x + asked.repeat(1, 1, 1, 4).flatten(2))
+
+
 BIASES: dict[str, Callable[[], nn.Module]] = {
     "picked keys": Picked,
     "picked keys, written out": lambda: Picked(fused=False),
@@ -104,6 +117,7 @@ BIASES: dict[str, Callable[[], nn.Module]] = {
     "by key, added first": lambda: Written(lambda scores, x: scores + x.mean(-1)[:, None, None]),
     "by distance": ByDistance,
     "by pair": ByPair,
+    "a query of the model's own": Asked,
 }
 
 

@@ -93,7 +93,7 @@ def spreads_heads(cut: Cut, heads: int, sizes: Sizes, known: dict[Any, int]) -> 
 
 
 def named(pairs: list[tuple[fx.Node, str]], model: nn.Module) -> list[str]:
-    """A name for each cache, of its node and kind, that no parameter has; those of a module called again are numbered."""
+    """A name for each cache, of its node and kind, numbered where another cache or a parameter has it."""
     found: list[str] = []
     taken = {n for n, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     for node, kind in pairs:
