@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -36,6 +36,7 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r".*layer_offset", 1),
     (r".*(experts_per_tok|experts_per_token|top_k|topk|topk_experts|experts_top_k|moe_k)", 2),
     (r"n_group|topk_group|num_expert_group", 1),
+    (r".*_groups", WIDTH),
     (r".*experts?", 4),
     (r".*expert_capacity", 64),
     (r".*(intermediate|ffn|feed_forward|inner|mlp|filter).*(size|dim)|d_ff|d_inner|n_inner|ffn_dim|dim_ff|dff|.*_ffn_dim",
@@ -51,8 +52,12 @@ _LAYER_FIELDS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 _STAGES = ("depths", "num_block_repeats", "layer_repeats", "decoder_depths")
 # A list here means one width per stage: the first stage's width then stays.
 _PER_STAGE = ("num_heads", "num_attention_heads", "hidden_sizes", "out_channels")
+# A layer with a loop over tokens, which the trace unrolls step by step.
+_SLOW = {"linear_attention"}
 # Fields that default to None although the model cannot do without.
 _NEEDED = {"head_dim": HEAD_DIM, "num_experts_per_tok": 2, "n_routed_experts": 4, "num_key_value_heads": HEADS}
+# Numbers of layers, counted from the first.
+_LAYER_NUMBERS = re.compile(r".*layers?_(indices|indexes|ids)|.*hook_ids")
 _TOKEN_ID = re.compile(r".*(token_id|token_index|token_idx|_id|index)$")
 
 
@@ -87,7 +92,9 @@ def shrink(cls: Any, **given: Any) -> Any:
     small = {name: value for name, value in values.items() if value != defaults[name]}
     small |= {name: value for name, value in _NEEDED.items() if name in defaults and defaults[name] is None}
     small |= {
-        name: [min(d, 2) for d in value] for name, value in defaults.items() if name in _STAGES and _numbers(value)
+        n: _depths(value, "window_size" in defaults)
+        for n, value in defaults.items()
+        if n in _STAGES and _numbers(value)
     }
     if any(
         isinstance(defaults.get(n), list | tuple)
@@ -96,7 +103,7 @@ def shrink(cls: Any, **given: Any) -> Any:
         small = {n: v for n, v in small.items() if n not in ("embed_dim", "hidden_dim", "hidden_size")}
     plain = _plain(cls)
     small |= _layers(plain, defaults, values) | _grouped_heads(defaults, small)
-    small |= _image(defaults) | _rotary(defaults)
+    small |= _image(defaults) | _rotary(defaults) | _layer_numbers(plain, defaults)
     small |= dict(_sub_configs(cls, plain))
     return cls(**(small | overrides_for(cls.model_type) | overrides_for(cls.__name__) | given))
 
@@ -113,10 +120,21 @@ def _sub_configs(cls: Any, plain: Any) -> Iterator[tuple[str, Any]]:
     """Each part of a composite configuration, shrunk, with what the whole asks of it."""
     specs = getattr(cls, "sub_configs_defaults", None) or {}
     for name in {**(getattr(cls, "sub_configs", None) or {}), **specs}:
-        part = getattr(plain, name, None)
+        part = _part(plain, name, getattr(specs.get(name), "model_type", None))
         if hasattr(part, "model_type"):
             asked = getattr(specs.get(name), "init_kwargs", None) or {}
-            yield name, shrink(type(part), **{k: shrunk_value(k, v) for k, v in asked.items()})
+            small = {k: shrunk_value(k, v) for k, v in asked.items() if k != "image_size"}
+            yield name, shrink(type(part), **(small | overrides_for(f"{cls.model_type}.{name}")))
+
+
+def _part(plain: Any, name: str, fallback: str | None) -> Any:
+    """A part as its defaults have it; as the whole declares it, where there are none or they are another package's."""
+    part = getattr(plain, name, None)
+    if fallback is None or (plain is not None and getattr(part, "model_type", None) != "timm_backbone"):
+        return part
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[fallback]()
 
 
 def _plain(cls: Any) -> Any:
@@ -135,12 +153,22 @@ def _layers(plain: Any, defaults: Mapping[str, Any], small: Mapping[str, Any]) -
     lists = {
         n: v for n, v in derived.items() if n in defaults and isinstance(v, list | tuple) and len(v) == defaults[name]
     }
+    if not lists:
+        return {}
     kinds = list(zip(*lists.values(), strict=True))
     firsts = sorted({kinds.index(kind): None for kind in dict.fromkeys(kinds)}) if all(map(_hashable, kinds)) else []
-    kept = sorted(
-        firsts[: small[name]] + [i for i in range(defaults[name]) if i not in firsts][: small[name] - len(firsts)]
+    # the others: of a kind that is not slow, if there are
+    others = sorted(
+        (i for i in range(defaults[name]) if i not in firsts), key=lambda i: any(s in kinds[i] for s in _SLOW)
     )
+    kept = sorted(firsts[: small[name]] + others[: small[name] - len(firsts)])
     return {n: [v[i] for i in kept] for n, v in lists.items()}
+
+
+def _layer_numbers(plain: Any, defaults: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Layers that are told by number are among those that are left."""
+    named: dict[str, Any] = {n: getattr(plain, n, None) for n in defaults if _LAYER_NUMBERS.fullmatch(n)}
+    return {n: [min(v, LAYERS - 1) for v in value] for n, value in named.items() if _numbers(value)}
 
 
 def _hashable(kind: tuple[Any, ...]) -> bool:
@@ -149,6 +177,11 @@ def _hashable(kind: tuple[Any, ...]) -> bool:
 
 def _numbers(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(v, int) for v in value)
+
+
+def _depths(value: Sequence[int], windows: bool) -> list[int]:
+    """Two layers a stage; one stage where each has windows, whose sizes take the trace minutes to work out."""
+    return [min(d, 2) for d in value][: 1 if windows else None]
 
 
 def _grouped_heads(defaults: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, int]:

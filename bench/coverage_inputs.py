@@ -29,7 +29,8 @@ def inputs_for(model: nn.Module) -> dict[str, Any] | None:
     modpass.errors.InputError: no usual layout of inputs fits Linear.forward(input)
     """
     first: Exception | None = None
-    for named in [None, *_layouts(model)]:
+    known = [] if "noise" in inspect.signature(model.forward).parameters else [None]
+    for named in [*known, *_layouts(model)]:
         try:
             _run(model, as_named(model, named))
             return named
@@ -53,7 +54,10 @@ def _layouts(model: nn.Module) -> Iterator[dict[str, Any]]:
     for main, layouts in _MAIN.items():
         if main in takes:
             for tensor in layouts(model):
-                yield {main: tensor, **_beside(model, tensor, takes)}
+                beside = _beside(model, tensor, takes)
+                yield {main: tensor, **beside}
+                if main != "input_ids" and "input_ids" in takes:
+                    yield {main: tensor, "input_ids": _aligned_ids(model, tensor), **beside}
 
 
 def _images(model: nn.Module) -> Iterator[Tensor]:
@@ -97,7 +101,15 @@ def _ids(model: nn.Module) -> Iterator[Tensor]:
     codebooks = getattr(_part(model), "num_codebooks", None)
     if isinstance(codebooks, int):
         yield torch.randint(2, vocabulary, (_ROWS, 37, codebooks))
+        yield torch.randint(2, vocabulary, (_ROWS, 37, codebooks + 1))  # and text beside them
         yield torch.randint(2, vocabulary, (_ROWS * codebooks, 37))
+
+
+def _aligned_ids(model: nn.Module, main: Tensor) -> Tensor:
+    """Ids for a model that adds its sound to its text, some frames to a token."""
+    frames: Any = getattr(_part(model), "audio_length_per_tok", None) or 1
+    vocabulary = getattr(_part(model, "text_config"), "vocab_size", 128)
+    return torch.randint(2, vocabulary, (_ROWS, main.shape[-1] // frames))
 
 
 _MAIN = {
@@ -120,11 +132,19 @@ def _beside(model: nn.Module, main: Tensor, takes: Any) -> dict[str, Any]:
     if "spatial_shapes" in takes:
         beside["spatial_shapes"] = torch.tensor([[4, 4]] * _ROWS)
         beside["pixel_attention_mask"] = torch.ones(_ROWS, _PATCHES, dtype=torch.int64)
+    if "noise" in takes:  # else it draws its own, other at each call
+        beside["noise"] = torch.rand(_ROWS, _patches(model, main))
     if "aspect_ratio_ids" in takes:
         beside["aspect_ratio_ids"] = torch.ones(_ROWS, 1, dtype=torch.int64)
         tiles = getattr(model.config, "max_num_tiles", 1)
         beside["aspect_ratio_mask"] = torch.ones(_ROWS, 1, tiles, dtype=torch.int64)
     return beside
+
+
+def _patches(model: nn.Module, images: Tensor) -> int:
+    patch: Any = getattr(_part(model), "patch_size", None) or images.shape[-1]
+    height, width = (patch, patch) if isinstance(patch, int) else patch[-2:]
+    return int(images.shape[-2] // height) * int(images.shape[-1] // width)
 
 
 def _channels(config: Any) -> tuple[int, ...]:

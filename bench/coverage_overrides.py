@@ -40,6 +40,21 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "videoprism_vision_model": {"num_frames": 8},
     # read by its own code, declared by no field
     "DbrxAttentionConfig": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+    "MoonshineStreamingConfig": {"num_key_value_heads": 4},
+    # its parts are backbones and adaptors with sizes of each other
+    "depth_pro": {"patch_size": 56},  # a patch is the image of each part
+    "fun_asr_nano.adaptor_config": {"intermediate_size": 16},
+    "fun_asr_nano_encoder": {"num_timestamp_prediction_layers": 2},
+    # the pixel shuffle puts four patches side by side
+    "llama4_vision_model": {"intermediate_size": 256},
+    # a drafting model: keys come from another model, for every layer
+    "gemma4_assistant.text_config": {
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "num_kv_shared_layers": 4,
+    },
+    # which of timm's, it does not say
+    "timm_backbone": {"backbone": "resnet18"},
     # one language must be the default
     "xmod": {"default_language": "en_XX"},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},

@@ -28,6 +28,7 @@ _CONSTRUCTION = {
     "convolution over tokens": r"convolves over tokens|conv\w*\.\w+ makes a dim of",
     "recurrence over tokens": r"picks single tokens|(cumsum|cumprod|logcumsumexp)\S* runs along",
     "windows or pooled keys": r"windows or pooled keys",
+    "pooling over tokens": r"(softmax|sum|mean|amax|max)\S* runs along the sequence",
 }
 _LEGEND = (
     'A model counts at a stage if it passed that stage and all before. "Routed": blocks routed, of those found; a '

@@ -13,10 +13,11 @@ from torch import Tensor
 from modpass import RoutedModel
 from modpass.bench.exported import onnx_file
 from modpass.bench.hardware import no_gpu
-from modpass.bench.torch_runner import Call
+from modpass.bench.measuring import Call
 from modpass.errors import BuildError
 from modpass.exporters import build_engine, trt_api
 from modpass.exporters.engine import Engine
+from modpass.exporters.plan import checked_plan
 
 __all__ = ["EngineCall", "TensorRTRunner"]
 
@@ -47,8 +48,7 @@ class TensorRTRunner:
             BuildError: TensorRT refuses the file, or the engine.
         """
         engine = workdir / f"{self.name}.engine"
-        major, minor = torch.cuda.get_device_capability()
-        build_engine(onnx_file(model, inputs, workdir), engine, flavor=self.name, compute_capability=f"{major}.{minor}")
+        build_engine(onnx_file(model, inputs, workdir), engine, flavor=self.name, compute_capability=_capability())
         return EngineCall(trt_api.load(self.name), engine, inputs)
 
     def peak_bytes(self, call: Call) -> int | None:
@@ -60,11 +60,11 @@ class EngineCall:
     """An engine with every input and output bound; calling it runs it once, asynchronously.
 
     Raises:
-        BuildError: the engine is not for this GPU or version, or has an input that is not given.
+        ModpassError: the engine is not whole, or not for this GPU or version, or has an input that is not given.
     """
 
     def __init__(self, tensorrt: trt_api.TensorRT, path: Path, inputs: Mapping[str, Tensor]) -> None:
-        self._engine = Engine(tensorrt, path)
+        self._engine = Engine(tensorrt, checked_plan(path, tensorrt, _capability()))
         self._stream = torch.cuda.Stream()
         self.tensors = memory(self._engine, inputs, "cuda")
         self._engine.bind(self.tensors)
@@ -79,6 +79,10 @@ class EngineCall:
         """Enqueue one run; the tensors hold its result once the device is synchronised."""
         self._engine.run(self._stream.cuda_stream)
         return self.tensors
+
+
+def _capability() -> str:
+    return ".".join(map(str, torch.cuda.get_device_capability()))
 
 
 def memory(engine: Engine, inputs: Mapping[str, Tensor], device: str) -> dict[str, Tensor]:

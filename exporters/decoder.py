@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import torch
-from onnx_ir import external_data
 from torch import nn
 
 from modpass.decode import PrefillModel, StepModel, decode_step, prefill
 from modpass.decode.block import Skipping
 from modpass.errors import InputError
 from modpass.exporters.decoder_facts import describe, logits_of, vocabulary
-from modpass.exporters.decoder_manifest import DecoderManifest
+from modpass.exporters.decoder_manifest import TOKENIZER, DecoderManifest
+from modpass.exporters.decoder_probe import PROBE, record_decoder
 from modpass.exporters.manifest import DataFile, Manifest, RoutedSpec, manifest_path, versions
 from modpass.exporters.onnx import Precision, lower, prove_static, specs, strip, weights_dtype
+from modpass.exporters.origins import note_origins
 from modpass.exporters.precision import to_precision
+from modpass.exporters.shared_weights import save_shared
 from modpass.files import sha256, whole_directory
 from modpass.model import RoutedModel
 from modpass.transform import trace
@@ -29,7 +29,6 @@ from modpass.transform import trace
 __all__ = ["DECODE", "PREFILL", "WEIGHTS", "export_decoder"]
 
 PREFILL, DECODE, WEIGHTS = "prefill.onnx", "decode.onnx", "weights.bin"
-INLINE_BELOW = 1024  # bytes: shapes and other small constants stay in the graphs
 
 
 def export_decoder(
@@ -79,22 +78,29 @@ def export_decoder(
         raise InputError(f"a session feeds token ids; input '{step.info.tokens[0].name}' takes floating-point numbers")
     graphs = {PREFILL: _graph(first, opset, dtype), DECODE: _graph(step, opset, dtype)}
     with whole_directory(directory) as folder:
-        _write(graphs, folder)
+        save_shared(graphs, folder, WEIGHTS)
         for name, graph in graphs.items():
             _manifest(graph, folder / name, routed, step).save(manifest_path(folder / name))
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder / "tokenizer")
+            tokenizer.save_pretrained(folder / TOKENIZER)
         ids = vocabulary(step, _width(graphs[DECODE], logits_of(step)))
-        files = {n: sha256(folder / n) for n in (*graphs, WEIGHTS)}
+        files = {n: sha256(folder / n) for n in (*graphs, WEIGHTS, *_below(folder, TOKENIZER))}
         found = describe(step, prompt, ids, weights_dtype(graphs[DECODE]), skipping, files)
+        record_decoder(first, step, found).save(folder / PROBE)
+        found = replace(found, files={**files, PROBE: sha256(folder / PROBE)})
         found.save(folder)
     return found
+
+
+def _below(folder: Path, part: str) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in Path(folder, part).rglob("*") if p.is_file())
 
 
 def _graph(model: PrefillModel | StepModel, opset: int, dtype: Precision | None) -> ir.Model:
     """The ONNX graph of one half, under the names of its inputs and outputs."""
     tensors = {i.name: torch.zeros(i.shape, dtype=i.dtype) for i in model.inputs}
     graph = lower(model, tensors, opset, model.output_names)
+    note_origins(graph, model)
     strip(graph)
     prove_static(graph)
     return to_precision(graph, dtype) if dtype in ("float16", "bfloat16") else graph
@@ -103,33 +109,6 @@ def _graph(model: PrefillModel | StepModel, opset: int, dtype: Precision | None)
 def _width(graph: ir.Model, logits: str) -> int:
     shape = next(v.shape for v in graph.graph.outputs if v.name == logits)
     return int(shape[-1])  # type: ignore[index, arg-type]
-
-
-def _write(graphs: Mapping[str, ir.Model], folder: Path) -> None:
-    """Save the graphs with every large constant in one file, each kept once."""
-    values = [v for g in graphs.values() for v in _constants(g)]
-    kept: dict[Any, ir.TensorProtocol] = {}
-    for value in values:
-        kept.setdefault(_content(value.const_value), value.const_value)  # type: ignore[arg-type]
-    moved = external_data.convert_tensors_to_external(list(kept.values()), folder, WEIGHTS)
-    by_content = dict(zip(kept, moved, strict=True))
-    for value in values:
-        value.const_value = by_content[_content(value.const_value)]
-    for name, graph in graphs.items():
-        ir.save(graph, folder / name)
-
-
-def _constants(graph: ir.Model) -> Iterable[ir.Value]:
-    for value in graph.graph.initializers.values():
-        if value.const_value is not None and value.const_value.nbytes >= INLINE_BELOW:
-            yield value
-
-
-def _content(tensor: Any) -> tuple[Any, ...]:
-    """What tells two constants apart: their dtype, shape and bytes."""
-    if isinstance(tensor, ir.ExternalTensor):
-        return (tensor.location, tensor.offset)
-    return (tensor.dtype, tuple(tensor.shape), hashlib.sha256(tensor.tobytes()).digest())
 
 
 def _manifest(graph: ir.Model, path: Path, model: RoutedModel, step: StepModel) -> Manifest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -11,13 +10,16 @@ from typing import Any, NamedTuple, get_args
 
 from modpass.decode.block import Skipping
 from modpass.errors import StateError, VerificationError
+from modpass.exporters.manifest import read_digest
 from modpass.exporters.reader import Reader
-from modpass.files import sha256, whole_file
+from modpass.exporters.sealed import read_sealed, write_sealed
+from modpass.exporters.within import within
 
-__all__ = ["FILE", "CacheEntry", "DecoderManifest", "Ports", "RoutingEntry", "StateEntry"]
+__all__ = ["FILE", "TOKENIZER", "CacheEntry", "DecoderManifest", "Ports", "RoutingEntry", "StateEntry"]
 
-FILE, SCHEMA = "decoder.json", 2
+FILE, SCHEMA = "decoder.json", 3
 FILES = ("prefill.onnx", "decode.onnx", "weights.bin")
+TOKENIZER = "tokenizer"
 
 
 class Ports(NamedTuple):
@@ -77,8 +79,7 @@ class DecoderManifest:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``decoder.json``."""
-        with whole_file(Path(folder, FILE)) as temporary:
-            temporary.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n")
+        write_sealed(Path(folder, FILE), SCHEMA, asdict(self))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> DecoderManifest:
@@ -88,34 +89,34 @@ class DecoderManifest:
             StateError: there is none, or it is not one that this modpass reads.
         """
         path = Path(folder, FILE)
-        try:
-            raw: Any = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError) as e:
-            raise StateError(
-                f"there is no '{path}', so '{folder}' is no decoder folder; 'modpass export-decoder' and "
-                f"modpass.exporters.export_decoder write one"
-            ) from e
-        except (OSError, ValueError) as e:
-            raise StateError(f"'{path}' cannot be read: {e}") from e
-        if not isinstance(raw, dict) or raw.pop("schema", None) != SCHEMA:
-            raise StateError(f"'{path}' has another schema than {SCHEMA}; export the model again")
-        return _Reader(str(path)).manifest(raw)
+        writers = "'modpass export-decoder' and modpass.exporters.export_decoder write one"
+        missing = f"so '{folder}' is no decoder folder; {writers}"
+        return _Reader(str(path)).manifest(read_sealed(path, SCHEMA, missing, "export the model again"))
 
-    def check(self, folder: str | os.PathLike[str]) -> None:
-        """Hash every file again.
+    def check(self, folder: str | os.PathLike[str], part: str = "") -> None:
+        """Hash every file again; ``part`` is what the names of those to hash begin with.
 
         Raises:
-            VerificationError: a file is missing or has changed.
+            VerificationError: a file is missing, has changed, or lies in the tokenizer's folder without being vouched
+                for.
         """
+        root, said_by = Path(folder), f"'{Path(folder, FILE)}'"
         missing = [n for n in FILES if n not in self.files]
         if missing:
-            raise VerificationError(f"'{Path(folder, FILE)}' does not vouch for '{missing[0]}'; export the model again")
+            raise VerificationError(f"{said_by} does not vouch for '{missing[0]}'; export the model again")
         for name, digest in self.files.items():
-            path = Path(folder, name)
-            if Path(name).name != name or not path.is_file():
+            if not name.startswith(part):
+                continue
+            path = within(root, name, said_by)
+            if not path.is_file():
                 raise VerificationError(f"'{path}' is missing; export the model again")
-            if sha256(path) != digest:
+            if read_digest(path) != digest:
                 raise VerificationError(f"'{path}' is not the file that was exported; export the model again")
+        for path in sorted(Path(root, TOKENIZER).rglob("*")):
+            if path.is_file() and path.relative_to(root).as_posix() not in self.files:
+                raise VerificationError(
+                    f"{said_by} does not vouch for '{path}', which a tokenizer would read; remove it, or export again"
+                )
 
     def all_caches(self) -> Iterator[CacheEntry]:
         """The dense caches, then each routed block's."""

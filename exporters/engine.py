@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from modpass.errors import BuildError
+from modpass.errors import BuildError, VerificationError
 from modpass.exporters.device import Layout
+from modpass.exporters.plan import CheckedPlan
 from modpass.exporters.trt_api import TensorRT
+from modpass.exporters.trt_refit import put_weights
 
 __all__ = ["Engine"]
 
@@ -28,25 +29,33 @@ _TORCH_DTYPES = {
 
 
 class Engine:
-    """A deserialised engine with one execution context.
+    """A deserialised engine with one execution context; it takes none but a checked plan.
+
+    An engine that was built without weights takes them from the ONNX file of the same name beside it.
 
     inputs, outputs: their layouts by name; scratch_bytes: device memory for intermediate tensors.
 
     Raises:
-        BuildError: it is not for this GPU or version, or it has a dtype that torch lacks.
+        BuildError: TensorRT refuses it, or it has a dtype that torch lacks.
+        VerificationError: it takes or returns something else than its manifest says.
 
     Source: TensorRT developer guide, "Performing Inference" of the Python API.
     """
 
-    def __init__(self, tensorrt: TensorRT, path: Path) -> None:
-        self._tensorrt, self._path = tensorrt, path
-        plan = path.read_bytes()
+    def __init__(self, tensorrt: TensorRT, plan: CheckedPlan) -> None:
+        if not isinstance(plan, CheckedPlan):  # for callers without a type checker: what follows runs the plan
+            raise TypeError(f"an engine is made from a CheckedPlan, not from a {type(plan).__name__}")
+        self._tensorrt, self._path = tensorrt, plan.path
         tensorrt.log.messages.clear()
         # The runtime must outlive the engine, and the engine its context.
         self._runtime = tensorrt.module.Runtime(tensorrt.logger)
-        self._engine = self._made(self._runtime.deserialize_cuda_engine(plan), "engine")
+        self._engine = self._made(self._runtime.deserialize_cuda_engine(plan.content), "engine")
+        if plan.manifest.stripped:
+            put_weights(tensorrt, self._engine, plan, plan.path.with_suffix(".onnx"))
         self._context = self._made(self._engine.create_execution_context(), "execution context")
-        self._branches = b"stream_capturable=0" in plan  # the plan's own word, where a conditional waits for the GPU
+        self._branches = (
+            b"stream_capturable=0" in plan.content
+        )  # the plan's own word, where a conditional waits for the GPU
         self._bound: dict[str, Tensor] = {}
         self.inputs: dict[str, Layout] = {}
         self.outputs: dict[str, Layout] = {}
@@ -54,6 +63,18 @@ class Engine:
             mode = self._engine.get_tensor_mode(name)
             side = self.inputs if mode == tensorrt.module.TensorIOMode.INPUT else self.outputs
             side[name] = self._layout(name)
+        self._compare(plan)
+
+    def _compare(self, plan: CheckedPlan) -> None:
+        """What the engine says of itself is what its manifest says; it may leave out an input that nothing reads."""
+        said = {s.name: (s.shape, s.dtype) for s in (*plan.manifest.inputs, *plan.manifest.outputs)}
+        for name, (shape, dtype) in {**self.inputs, **self.outputs}.items():
+            found = (shape, str(dtype).removeprefix("torch."))
+            if said.get(name) != found:
+                raise VerificationError(
+                    f"'{name}' of the engine '{plan.path}' is {list(shape)} of {found[1]}, its manifest says "
+                    f"{said.get(name, 'nothing of it')}; build it again"
+                )
 
     def _layout(self, name: str) -> Layout:
         code = self._engine.get_tensor_dtype(name).name
@@ -93,6 +114,11 @@ class Engine:
         """
         if not self._context.execute_async_v3(stream):
             raise BuildError(self._sentence("run"))
+
+    def inspect(self) -> str:
+        """What TensorRT's engine inspector tells, as JSON."""
+        layout = self._tensorrt.module.LayerInformationFormat.JSON
+        return str(self._engine.create_engine_inspector().get_engine_information(layout))
 
     def uncapturable(self, stream: int) -> str | None:
         """Why a CUDA graph cannot hold a run on this stream; None where nothing is known against it."""

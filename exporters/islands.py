@@ -30,17 +30,21 @@ _ARITHMETIC = {
     "Sum", "Tanh", "Where",
 }  # fmt: skip
 _MOVEMENT = {
-    "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Reshape",
+    "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Pad", "Reshape",
     "Slice", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze",
 }  # fmt: skip
 _PRODUCT = {"Einsum", "Gemm", "MatMul"}
+_CHOICE = {"And", "IsInf", "IsNaN", "LogSoftmax", "Not", "Or", "ScatterElements", "Softmax", "TopK"}
 _CONTROL = {"If", "Loop", "Scan"}
 
 
-def find_islands(model: ir.Model, half: ir.DataType, modules: Collection[str]) -> set[ir.Node]:
+def find_islands(
+    model: ir.Model, half: ir.DataType, modules: Collection[str], choices: Collection[str] = ()
+) -> set[ir.Node]:
     """The nodes of a float32 ``model`` that compute in float32 when the model becomes ``half``.
 
-    Nodes recorded inside a torch module named in ``modules`` are among them.
+    Nodes recorded inside a torch module named in ``modules`` are among them, and those that compute the values
+    named in ``choices`` from scores.
 
     >>> text = '<ir_version: 8, opset_import: ["": 18]> g (float[2] x) => (float[2] y) {y = Sqrt(x)}'
     >>> [n.op_type for n in find_islands(ir.from_onnx_text(text), ir.DataType.FLOAT16, ())]
@@ -48,9 +52,8 @@ def find_islands(model: ir.Model, half: ir.DataType, modules: Collection[str]) -
     """
     nodes = [n for n in model.graph.all_nodes() if n.op_type not in _CONTROL]
     islands = {n for n in nodes if _must(n, half, model, modules)}
-    for node in nodes:
-        if node.op_type == "TopK" and is_float(node.inputs[0]):
-            islands |= {node, *_scores(node.inputs[0])}
+    chosen = [v for n in nodes for v in n.outputs if v.name in choices]
+    islands |= _deciding([*chosen, *(n.outputs[1] for n in nodes if n.op_type == "TopK" and is_float(n.inputs[0]))])
     islands |= _tables(nodes)
     return _close(nodes, islands)
 
@@ -62,22 +65,25 @@ def _must(node: ir.Node, half: ir.DataType, model: ir.Model, modules: Collection
     return inside or node.op_type in _STATISTIC or not _allows(node, half, model)
 
 
-def _scores(value: ir.Value | None) -> Iterator[ir.Node]:
-    """The nodes that compute a TopK's scores, back to the reduction or product over the stream."""
-    node = value.producer() if value is not None else None
-    if node is None or not is_float(value):
-        return
-    if node.op_type in _PRODUCT:
-        yield node
-    elif node.op_type in _REDUCE:
-        yield node
-        factor = node.inputs[0].producer() if node.inputs[0] is not None else None
-        if factor is not None and factor.op_type in _ARITHMETIC:
-            yield factor
-    elif node.op_type in _ARITHMETIC | _MOVEMENT | _STATISTIC | {"LogSoftmax", "Softmax"}:
-        yield node
-        for source in node.inputs:
-            yield from _scores(source)
+def _deciding(values: list[ir.Value]) -> set[ir.Node]:
+    """The nodes that compute these values, back to the reduction or product over the stream that scores it."""
+    pending, found = list(values), set()
+    while pending:
+        node = pending.pop().producer()
+        if (
+            node is None
+            or node in found
+            or node.op_type not in _PRODUCT | _ARITHMETIC | _MOVEMENT | _STATISTIC | _CHOICE
+        ):
+            continue
+        found.add(node)
+        source = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+        counts = source is not None and source.op_type == "Cast" and not is_float(source.inputs[0])
+        if node.op_type in _REDUCE and not counts:
+            found |= {source} if source is not None and source.op_type in _ARITHMETIC else set()
+        elif node.op_type not in _PRODUCT:
+            pending += [v for v in node.inputs if v is not None]
+    return {n for n in found if _touches_float(n)}
 
 
 def _tables(nodes: list[ir.Node]) -> set[ir.Node]:

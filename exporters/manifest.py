@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,12 +11,15 @@ from typing import Any
 
 from modpass.errors import StateError, VerificationError
 from modpass.exporters.reader import Reader
-from modpass.files import sha256, whole_file
+from modpass.exporters.sealed import read_sealed, write_sealed
+from modpass.exporters.within import within
+from modpass.files import sha256
 from modpass.version import __version__
 
-__all__ = ["SCHEMA", "DataFile", "Manifest", "RoutedSpec", "TensorSpec", "manifest_path", "versions"]
+__all__ = ["SCHEMA", "DataFile", "Manifest", "RoutedSpec", "TensorSpec", "manifest_path", "read_digest", "versions"]
 
-SCHEMA = 1
+SCHEMA = 2
+_AGAIN = "export the model again"
 
 Path_ = str | os.PathLike[str]
 _NUMBER = (int, float)
@@ -35,7 +37,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class RoutedSpec:
-    """One routed block as exported: ``k`` of ``sequence`` tokens; the ONNX value ``indices`` says which."""
+    """One routed block as exported: ``k`` of ``sequence`` tokens; the ONNX value ``indices`` says which.
+
+    ``selector`` is how expert choice finds them: "topk", or "bisection" where k is above TensorRT's limit.
+    """
 
     capacity: float
     sequence: int
@@ -43,11 +48,12 @@ class RoutedSpec:
     gate: str
     selection: str
     indices: str | None = None
+    selector: str | None = None
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """The external-data file of an ONNX file; it lies in the same folder."""
+    """A file in the folder of an exported one: its weights, or the probe that it is run on again."""
 
     file: str
     sha256: str
@@ -57,7 +63,9 @@ class DataFile:
 class Manifest:
     """The facts about one exported file (``kind`` is ``"onnx"`` or ``"engine"``).
 
-    ``bytes`` is the size of an engine, ``build_seconds`` how long TensorRT took; both are None for ONNX.
+    ``bytes`` is the size of an engine, ``build_seconds`` how long TensorRT took; both are None for ONNX. ``stripped``:
+    the engine holds no weights. ``probe`` holds what the model computes from inputs of a seed. ``weights``: in which
+    few bits they are ("int8"; None: as ``dtype`` says); ``max_error``: the relative error that was allowed.
 
     >>> Manifest("onnx", "m.onnx", "00", 18, "float32").routed_blocks
     {}
@@ -76,11 +84,24 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     parity: Mapping[str, Any] | None = None
     data: DataFile | None = None
+    probe: DataFile | None = None
+    weights: str | None = None
+    max_error: float | None = None
     flavor: str | None = None
-    compute_capability: str | None = None
+    compute_capabilities: tuple[str, ...] = ()
+    stripped: bool = False
     onnx_sha256: str | None = None
     build_seconds: float | None = None
     bytes: int | None = None
+
+    @property
+    def precision(self) -> str:
+        """What the file computes with: its weights where they have few bits, else its dtype.
+
+        >>> Manifest("onnx", "m.onnx", "00", 21, "float16", weights="int4").precision
+        'int4'
+        """
+        return self.weights or self.dtype
 
     def save(self, path: Path_) -> None:
         """Write the manifest as JSON, whole or not at all.
@@ -92,43 +113,28 @@ class Manifest:
         >>> m = Manifest("onnx", "m.onnx", "00", 18, "float32"); m.save(path); Manifest.load(path) == m
         True
         """
-        try:
-            text = json.dumps({"schema": SCHEMA, **_without_unset(asdict(self))}, indent=2, allow_nan=False)
-        except (TypeError, ValueError) as e:
-            raise StateError(f"the manifest '{path}' cannot be written as JSON: {e}") from e
-        with whole_file(path) as temporary:
-            temporary.write_text(text + "\n", encoding="utf-8")
+        write_sealed(path, SCHEMA, _without_unset(asdict(self)))
 
     @classmethod
     def load(cls, path: Path_) -> Manifest:
         """Read a manifest back.
 
         Raises:
-            StateError: no such file, not JSON, another schema version, or a field of a wrong type.
+            StateError: no such file, not JSON, changed, of another schema, or a field of a wrong type.
         """
-        try:
-            raw = json.loads(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError as e:
-            raise StateError(f"there is no manifest '{path}'; export_onnx and build_engine write it") from e
-        except (OSError, ValueError) as e:
-            raise StateError(f"the manifest '{path}' cannot be read: {e}") from e
-        if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
-            found = raw.get("schema") if isinstance(raw, dict) else type(raw).__name__
-            raise StateError(
-                f"the manifest '{path}' has schema {found!r}, this modpass ({__version__}) reads "
-                f"schema {SCHEMA}; export the model again"
-            )
-        return _Reader(str(path)).manifest({k: v for k, v in raw.items() if k != "schema"})
+        raw = read_sealed(path, SCHEMA, "export_onnx and build_engine write it", _AGAIN)
+        return _Reader(str(path)).manifest(raw)
 
     def check(self, file: Path_) -> None:
-        """Hash ``file`` (and its external-data file) again and compare.
+        """Hash ``file`` again, and the files that belong to it, and compare.
 
         Raises:
             VerificationError: a file is missing, or is not the one this manifest was written for.
         """
         _same(Path(file), self.sha256)
-        if self.data is not None:
-            _same(Path(file).parent / self.data.file, self.data.sha256)
+        for part in (self.data, self.probe):
+            if part is not None:
+                _same(within(Path(file).parent, part.file, f"'{manifest_path(file)}'"), part.sha256)
 
 
 def manifest_path(file: Path_) -> Path:
@@ -156,10 +162,7 @@ def versions(*modules: str) -> dict[str, str]:
 
 
 def _same(file: Path, expected: str) -> None:
-    try:
-        found = sha256(file)
-    except OSError as e:
-        raise VerificationError(f"'{file}', which its manifest names, cannot be read: {e}") from e
+    found = read_digest(file)
     if found != expected:
         raise VerificationError(
             f"'{file}' is not the file its manifest was written for: SHA-256 is {found[:16]}..., "
@@ -167,10 +170,25 @@ def _same(file: Path, expected: str) -> None:
         )
 
 
+def read_digest(file: Path) -> str:
+    """SHA-256 of a file that a manifest names.
+
+    Raises:
+        VerificationError: it cannot be read.
+    """
+    try:
+        return sha256(file)
+    except OSError as e:
+        raise VerificationError(f"'{file}', which its manifest names, cannot be read: {e}") from e
+
+
 def _without_unset(facts: dict[str, Any]) -> dict[str, Any]:
     """Engine facts have no place in the manifest of an ONNX file, nor has a data file that does not exist."""
-    optional = {"data", "flavor", "compute_capability", "onnx_sha256", "build_seconds", "bytes"}
-    return {k: v for k, v in facts.items() if v is not None or k not in optional}
+    optional = {
+        "data", "probe", "weights", "max_error", "flavor", "compute_capabilities", "stripped", "onnx_sha256",
+        "build_seconds", "bytes",
+    }  # fmt: skip
+    return {k: v for k, v in facts.items() if v or k not in optional}
 
 
 class _Reader(Reader):
@@ -183,10 +201,12 @@ class _Reader(Reader):
             raw[name] = tuple(self.tensor(item, f"{name}[{i}]") for i, item in enumerate(items))
         blocks = self.typed(raw.get("routed_blocks", {}), dict, "routed_blocks")
         raw["routed_blocks"] = {n: self.routed(b, f"routed_blocks['{n}']") for n, b in blocks.items()}
-        if raw.get("data") is not None:
-            raw["data"] = self.build(DataFile, raw["data"], "data", file=str, sha256=str)
-            if Path(raw["data"].file).name != raw["data"].file:
-                raise StateError(f"the manifest '{self.path}': data.file must be a plain file name")
+        for name in ("data", "probe"):
+            if raw.get(name) is not None:
+                raw[name] = self.part(raw[name], name)
+        if "compute_capabilities" in raw:
+            items = self.typed(raw["compute_capabilities"], list, "compute_capabilities")
+            raw["compute_capabilities"] = tuple(self.typed(c, str, "compute_capabilities") for c in items)
         manifest: Manifest = self.build(
             Manifest,
             raw,
@@ -200,8 +220,10 @@ class _Reader(Reader):
             settings=dict,
             versions=dict,
             parity=(dict, type(None)),
+            weights=_TEXT_OR_NONE,
+            max_error=(*_NUMBER, type(None)),
             flavor=_TEXT_OR_NONE,
-            compute_capability=_TEXT_OR_NONE,
+            stripped=bool,
             onnx_sha256=_TEXT_OR_NONE,
             build_seconds=(*_NUMBER, type(None)),
             bytes=(int, type(None)),
@@ -209,6 +231,12 @@ class _Reader(Reader):
         if manifest.kind not in ("onnx", "engine"):
             raise StateError(f"the manifest '{self.path}': kind is '{manifest.kind}', allowed are 'onnx' and 'engine'")
         return manifest
+
+    def part(self, raw: Any, where: str) -> DataFile:
+        found: DataFile = self.build(DataFile, raw, where, file=str, sha256=str)
+        if Path(found.file).name != found.file:
+            raise StateError(f"the manifest '{self.path}': {where}.file must be a plain file name")
+        return found
 
     def tensor(self, raw: Any, where: str) -> TensorSpec:
         shape = self.typed(self.typed(raw, dict, where).get("shape"), list, f"{where}.shape")
@@ -227,5 +255,6 @@ class _Reader(Reader):
             gate=str,
             selection=str,
             indices=_TEXT_OR_NONE,
+            selector=_TEXT_OR_NONE,
         )
         return spec

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import onnx_ir as ir
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import modpass
-from modpass.errors import ExportError, InputError
+from modpass.bisect import TOPK_LIMIT, beyond_topk
+from modpass.errors import ExportError, InputError, VerificationError
 from modpass.exporters.manifest import (
     DataFile,
     Manifest,
@@ -27,15 +29,19 @@ from modpass.exporters.manifest import (
     manifest_path,
     versions,
 )
+from modpass.exporters.origins import MODULE, SOURCE, note_origins
 from modpass.exporters.precision import to_precision
+from modpass.exporters.quantise import Weights, quantise
 from modpass.exporters.shapes import FixedShape, example_tensors
+from modpass.exporters.verify import verify
 from modpass.files import sha256, whole_file
 from modpass.model import RoutedModel
-from modpass.routing import recorded_choices
+from modpass.routing import RoutedBlock, recorded_choices
 
-__all__ = ["as_onnx", "export_onnx", "lower", "open_dims", "prove_static", "specs", "strip", "weights_dtype"]
+__all__ = ["as_onnx", "export_onnx", "facts", "lower", "open_dims", "prove_static", "specs", "strip", "weights_dtype"]
 
 Precision = Literal["float32", "float16", "bfloat16"]
+_LOG = logging.getLogger(__name__)
 EXTERNAL_ABOVE = 2_000_000_000
 _OPSETS = range(18, 21)
 
@@ -60,6 +66,8 @@ def export_onnx(
     shape: FixedShape,
     opset: int = 18,
     dtype: Precision | None = None,
+    weights: Weights | None = None,
+    max_error: float | None = None,
 ) -> Manifest:
     """Write ``model`` as ONNX with fixed shapes, and its manifest beside it (``<path>.json``).
 
@@ -69,10 +77,13 @@ def export_onnx(
         shape: batch rows, sequence length in tokens, and other dims by name.
         opset: 18 to 20; attention is decomposed, which every TensorRT takes (the one-node Attention is not).
         dtype: convert a float32 graph to "float16" or "bfloat16"; routers, TopK and norm statistics stay float32.
+        weights: "int8", "int4" or "fp8" for those of matrix products, which makes it opset 21.
+        max_error: the largest relative difference of an output to PyTorch that is accepted; the file is run first.
 
     Raises:
-        InputError: a shape, opset or dtype that does not fit.
+        InputError: a shape, opset, dtype, weights or max_error that does not fit.
         ExportError: torch cannot lower the model, or a dim is not an integer; nothing is written.
+        VerificationError: an output is off by more than ``max_error``; nothing is written.
 
     >>> import tempfile
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -81,11 +92,32 @@ def export_onnx(
     (1, 16, 8)
     """
     routed = model if isinstance(model, RoutedModel) else modpass.trace(model)
+    if max_error is not None and not (isinstance(max_error, int | float) and max_error > 0 and max_error is not True):
+        raise InputError(f"max_error is {max_error!r}; it must be a number above 0, such as 0.05")
     graph, indices = as_onnx(routed, shape, opset, dtype)
-    target = Path(path)
-    manifest = _write(graph, target, _facts(routed, graph, shape, indices))
-    manifest.save(manifest_path(target))
+    if weights is not None:
+        graph = quantise(graph, weights)
+    found = {**facts(routed, graph, shape, indices), "weights": weights, "max_error": max_error}
+    if max_error is not None:
+        return _write_accepted(routed, graph, Path(path), found)
+    manifest = _write(graph, Path(path), found)
+    manifest.save(manifest_path(path))
     return manifest
+
+
+def _write_accepted(model: RoutedModel, graph: ir.Model, target: Path, facts: dict[str, Any]) -> Manifest:
+    """Write into a folder beside the target, run the file there, and move what is within its own bound."""
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+        trial = Path(folder, target.name)
+        _write(graph, trial, facts).save(manifest_path(trial))
+        try:
+            verify(model, trial).check()
+        except VerificationError as e:
+            raise VerificationError(f"{e}; nothing is written to '{target}'") from e
+        last = manifest_path(trial)
+        for file in (*(f for f in trial.parent.iterdir() if f != last), last):
+            os.replace(file, target.parent / file.name)
+    return Manifest.load(manifest_path(target))
 
 
 def as_onnx(
@@ -112,10 +144,11 @@ def as_onnx(
     graph = _lower(model, tensors, opset)
     _name_values(graph, model, list(tensors))
     indices = _take_choices(graph, list(model.routed_blocks))
+    note_origins(graph, model)
     strip(graph)
     prove_static(graph)
     if dtype in ("float16", "bfloat16"):
-        graph = to_precision(graph, dtype)
+        graph = to_precision(graph, dtype, choices=list(indices.values()))
     return graph, indices
 
 
@@ -215,8 +248,8 @@ def _take_choices(graph: ir.Model, blocks: list[str]) -> dict[str, str]:
 
 
 def strip(graph: ir.Model) -> None:
-    """No stack trace, no source path: only the module path of each node stays."""
-    kept = {"namespace", "pkg.torch.onnx.name_scopes"}
+    """No stack trace, no source path: module path, file name and line of each node stay."""
+    kept = {"namespace", "pkg.torch.onnx.name_scopes", MODULE, SOURCE}
     for node in graph.graph.all_nodes():
         for key in [k for k in node.metadata_props if k not in kept]:
             del node.metadata_props[key]
@@ -262,13 +295,20 @@ def prove_static(graph: ir.Model) -> None:
         )
 
 
-def _facts(model: RoutedModel, graph: ir.Model, shape: FixedShape, indices: dict[str, str]) -> dict[str, Any]:
+def facts(model: RoutedModel, graph: ir.Model, shape: FixedShape, indices: dict[str, str]) -> dict[str, Any]:
+    """What a manifest says of a graph of ``as_onnx``, but for the file."""
     chosen = {str(v.name): v for v in _values(graph) if v.name in set(indices.values())}
     blocks = {}
     for name, block in model.routed_blocks.items():
         k = int(chosen[indices[name]].shape[1])  # type: ignore[index,arg-type]
         blocks[name] = RoutedSpec(
-            block.capacity, _sequence(block, k, shape), k, block.gate, block.selection, indices[name]
+            block.capacity,
+            _sequence(block, k, shape),
+            k,
+            block.gate,
+            block.selection,
+            indices[name],
+            _selector(block, k),
         )
     return {
         "opset": graph.opset_imports[""],
@@ -280,6 +320,17 @@ def _facts(model: RoutedModel, graph: ir.Model, shape: FixedShape, indices: dict
         "shape": {"batch": shape.batch, "sequence": shape.sequence, "dims": dict(shape.dims)},
         "versions": versions(),
     }
+
+
+def _selector(block: RoutedBlock, k: int) -> str | None:
+    """How the graph finds the k tokens; causal selection has nothing to find, each token decides for itself."""
+    if block.selection != "expert_choice":
+        return None
+    if not beyond_topk(k):
+        return "topk"
+    _LOG.info("block '%s' selects k=%d tokens, TensorRT's TopK at most %d: exported as a bisection, which chooses "
+              "the same", block.name, k, TOPK_LIMIT)  # fmt: skip
+    return "bisection"
 
 
 def _sequence(block: Any, k: int, shape: FixedShape) -> int:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 
-from modpass.errors import ExportError
+from modpass.errors import ExportError, VerificationError
 from modpass.exporters.decoder_manifest import Ports
+from modpass.exporters.external import check_external, read_graph
 
 __all__ = ["open_session", "ports", "refuse_bfloat16", "type_of"]
 
@@ -25,14 +27,20 @@ _TYPES = {
 
 
 def open_session(
-    path: str | os.PathLike[str], *, threads: int | None = None, providers: Sequence[Any] = ("CPUExecutionProvider",)
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+    outputs: Sequence[str] = (),
 ) -> Any:
-    """An ``onnxruntime.InferenceSession``.
+    """An ``onnxruntime.InferenceSession`` of a graph that reads no weights from outside of its folder.
 
     threads: processor threads of an operator; None leaves it to ONNX Runtime. providers: as ONNX Runtime takes them.
+    outputs: further values of the graph that the session returns.
 
     Raises:
         ExportError: ONNX Runtime refuses the file; its own message follows ours.
+        VerificationError: it reads weights from elsewhere, or behind the end of a file.
 
     >>> open_session("nowhere.onnx")
     Traceback (most recent call last):
@@ -43,9 +51,23 @@ def open_session(
     if threads is not None:
         options.intra_op_num_threads = threads
     try:
-        return onnxruntime.InferenceSession(path, options, providers=list(providers))
+        source = _with_outputs(path, options, outputs) if Path(path).is_file() else path
+        return onnxruntime.InferenceSession(source, options, providers=list(providers))
+    except VerificationError:
+        raise
     except Exception as e:  # pybind turns every kind of refusal into its own
         raise ExportError(f"ONNX Runtime {onnxruntime.__version__} cannot load '{path}': {e}") from e
+
+
+def _with_outputs(path: str | os.PathLike[str], options: Any, outputs: Sequence[str]) -> Any:
+    """The file if it is sound; where it shall return more, the changed graph, whose weights stay in its folder."""
+    model = read_graph(path)
+    check_external(path, model)
+    if not outputs:
+        return path
+    model.graph.output.extend(onnx.ValueInfoProto(name=n) for n in outputs)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(Path(path).parent))
+    return model.SerializeToString()
 
 
 def refuse_bfloat16(path: Path, dtype: str) -> None:

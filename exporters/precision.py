@@ -44,6 +44,7 @@ def to_precision(
     dtype: Literal["float16", "bfloat16"],
     *,
     float32_modules: Collection[str] = ("router", "predictor"),
+    choices: Collection[str] = (),
 ) -> ir.Model:
     """Copy ``model`` with its float32 inputs, outputs, weights and values in ``dtype``, except for islands.
 
@@ -54,6 +55,7 @@ def to_precision(
         model: a float32 graph as `torch.onnx.export` writes it.
         dtype: ``"float16"`` or ``"bfloat16"``.
         float32_modules: nodes recorded inside a torch module of such a name stay float32.
+        choices: names of values that say which tokens are chosen; how they follow from scores stays float32.
 
     Raises:
         InputError: another dtype.
@@ -72,7 +74,7 @@ def to_precision(
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(copy)
     _complete_types(copy)
     _drop_float_casts(copy)
-    _Conversion(copy, _HALF[dtype], find_islands(copy, _HALF[dtype], float32_modules)).run()
+    _Conversion(copy, _HALF[dtype], find_islands(copy, _HALF[dtype], float32_modules, choices)).run()
     RemoveUnusedNodesPass()(copy)
     return copy
 

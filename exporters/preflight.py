@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from modpass.bisect import TOPK_LIMIT
 from modpass.exporters.islands import is_constant, module_scopes
 from modpass.exporters.manifest import Manifest
 from modpass.exporters.trt_api import Flavor, find, parse_capability
 
 __all__ = ["TOPK_LIMIT", "Refusal", "preflight"]
-
-TOPK_LIMIT = 3840
 
 _BOTH = {
     "BitShift", "Compress", "ConvInteger", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv",

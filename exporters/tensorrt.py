@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import re
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import torch
 
-from modpass.errors import BuildError, InputError
-from modpass.exporters.islands import module_scopes
+from modpass.errors import BuildError, InputError, VerificationError
+from modpass.exporters.external import check_external, read_graph
 from modpass.exporters.manifest import Manifest, TensorSpec, manifest_path, versions
+from modpass.exporters.origins import places_by_name
 from modpass.exporters.preflight import Refusal, preflight
 from modpass.exporters.trt_api import Flavor, TensorRT, find, load, parse_capability
+from modpass.exporters.trt_options import BuildOptions, Verbosity
 from modpass.exporters.trt_progress import build
 from modpass.files import sha256, whole_file
 
@@ -27,11 +30,14 @@ def build_engine(
     onnx: str | os.PathLike[str],
     engine: str | os.PathLike[str],
     flavor: str = "tensorrt-rtx",
-    compute_capability: str = "8.9",
+    compute_capability: str | Sequence[str] = "8.9",
     *,
     optimization_level: int | None = None,
     workspace_bytes: int | None = None,
     timing_cache: str | os.PathLike[str] | None = None,
+    profiling_verbosity: Verbosity | None = None,
+    refit: bool = False,
+    strip_weights: bool = False,
     progress: bool = True,
 ) -> Manifest:
     """Build ``engine`` and ``engine + ".json"`` from the ONNX file ``onnx``, in the precision of its graph.
@@ -45,10 +51,13 @@ def build_engine(
         onnx: an ONNX file whose every dim is an integer; external data in the same folder is read too.
         engine: the file to write, whole or not at all.
         flavor: ``"tensorrt-rtx"`` or ``"tensorrt"``.
-        compute_capability: the target GPU, for instance ``"8.6"``.
+        compute_capability: the target GPU, for instance ``"8.6"``; TensorRT-RTX takes several for one engine.
         optimization_level: 0 (fast build) to 5 (fast engine); None keeps TensorRT's default.
         workspace_bytes: the most scratch memory a layer may use; None keeps TensorRT's default.
         timing_cache: a file of kernel timings, read if present and written back (full TensorRT only).
+        profiling_verbosity: what the engine inspector can tell of each layer: "none", "layer_names_only", "detailed".
+        refit: weights can be replaced in the built engine.
+        strip_weights: the engine holds no weights; they are put in from the ONNX file when it is loaded.
         progress: show a progress bar on the error stream.
 
     Raises:
@@ -62,69 +71,38 @@ def build_engine(
     modpass.errors.InputError: there is no ONNX file 'absent.onnx'
     """
     source, facts = Path(onnx), find(flavor)
-    options = _Options(optimization_level, workspace_bytes, timing_cache)
+    options = BuildOptions(
+        optimization_level, workspace_bytes, timing_cache, profiling_verbosity, refit, strip_weights
+    )  # fmt: skip
     options.check(facts)
-    parse_capability(compute_capability)
+    targets = _targets(compute_capability, facts)
     model, manifest = _read(source)
-    _refuse(source, preflight(model, manifest, flavor, compute_capability), facts)
+    refusals = [r for target in targets for r in preflight(model, manifest, flavor, target)]
+    _refuse(source, list(dict.fromkeys(refusals)), facts)
     trt = load(flavor)
-    _check_machine(facts, compute_capability)
+    _check_machine(facts, targets[0])
     started = time.perf_counter()
-    names = _scopes_by_name(model)
+    places = places_by_name(model)
     builder = trt.builder()
     network = trt.network(builder)
-    parser = _parse(trt, network, source, names)
+    parser = _parse(trt, network, source, places)
     config = trt.config(builder)
-    trt.target(config, compute_capability)
+    trt.target(config, targets)
     cache = options.apply(trt, config)
     plan = build(trt, builder, network, config, progress)
     if plan is None:
-        raise _failure(trt, f"could not build '{source}' for compute capability {compute_capability}", names)
+        raise _failure(trt, f"could not build '{source}' for compute capability {' and '.join(targets)}", places)
     del parser  # it owns weights that the network refers to until the build is over
     seconds = round(time.perf_counter() - started, 3)
     built = replace(
-        manifest, kind="engine", file=Path(engine).name, data=None, flavor=flavor,
-        onnx_sha256=manifest.sha256, compute_capability=compute_capability, build_seconds=seconds,
+        manifest, kind="engine", file=Path(engine).name, data=None, probe=None, flavor=flavor,
+        onnx_sha256=manifest.sha256, compute_capabilities=targets, stripped=strip_weights, build_seconds=seconds,
         versions={**manifest.versions, **versions(facts.module)},
     )  # fmt: skip
     built = _write(engine, plan, built)
     if cache is not None:
         options.save(cache)
     return built
-
-
-@dataclass(frozen=True)
-class _Options:
-    level: int | None
-    workspace: int | None
-    cache: str | os.PathLike[str] | None
-
-    def check(self, facts: Flavor) -> None:
-        if self.level is not None and self.level not in range(6):
-            raise InputError(f"optimization_level is {self.level}, allowed are 0 to 5")
-        if self.workspace is not None and self.workspace <= 0:
-            raise InputError(f"workspace_bytes is {self.workspace}, it must be a positive number of bytes")
-        if self.cache is not None and facts.capabilities:
-            raise InputError(
-                f"timing_cache has no effect in {facts.title}, which picks kernels at load time; leave it out"
-            )
-
-    def apply(self, trt: TensorRT, config: Any) -> Any:
-        """Set what was given; returns the timing cache, if there is one."""
-        if self.level is not None:
-            config.builder_optimization_level = self.level
-        if self.workspace is not None:
-            trt.workspace(config, self.workspace)
-        if self.cache is None:
-            return None
-        known = Path(self.cache)
-        return trt.timing_cache(config, known.read_bytes() if known.exists() else b"")
-
-    def save(self, cache: Any) -> None:
-        content = cache.serialize()
-        if self.cache is not None and content is not None:
-            with whole_file(self.cache) as temporary:
-                temporary.write_bytes(memoryview(content))
 
 
 def _write(engine: str | os.PathLike[str], plan: Any, manifest: Manifest) -> Manifest:
@@ -135,6 +113,20 @@ def _write(engine: str | os.PathLike[str], plan: Any, manifest: Manifest) -> Man
     return manifest
 
 
+def _targets(given: str | Sequence[str], facts: Flavor) -> tuple[str, ...]:
+    targets = (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
+    if not targets:
+        raise InputError("compute_capability is empty; name at least one, such as '8.9'")
+    for target in targets:
+        parse_capability(target)
+    if targets[1:] and not facts.capabilities:
+        raise InputError(
+            f"{facts.title} builds for the GPU of this machine alone; compute_capability is {', '.join(targets)}: "
+            f"give one, or use flavor='tensorrt-rtx'"
+        )
+    return tuple(sorted(targets, key=parse_capability))
+
+
 def _read(source: Path) -> tuple[ir.Model, Manifest]:
     """The graph, and its manifest: read and checked if present, else made from the graph."""
     if not source.is_file():
@@ -143,10 +135,14 @@ def _read(source: Path) -> tuple[ir.Model, Manifest]:
     manifest = Manifest.load(beside) if beside.exists() else None
     if manifest is not None:
         manifest.check(source)
+        if manifest.kind != "onnx":
+            raise InputError(f"'{source}' is an {manifest.kind} already; give the ONNX file that it was built from")
     try:
-        model = ir.load(source)
-    except Exception as e:  # protobuf and onnx_ir raise many kinds
-        raise InputError(f"'{source}' cannot be read as an ONNX model: {e}") from e
+        graph = read_graph(source)
+    except VerificationError as e:
+        raise InputError(str(e)) from e
+    check_external(source, graph)
+    model = ir.load(source)
     return model, manifest or _describe(model, source)
 
 
@@ -183,14 +179,14 @@ def _check_machine(facts: Flavor, wanted: str) -> None:
         )
 
 
-def _parse(trt: TensorRT, network: Any, source: Path, names: dict[str, str]) -> Any:
+def _parse(trt: TensorRT, network: Any, source: Path, places: dict[str, str]) -> Any:
     parser = trt.parser(network)
     # by path, not by bytes: external data is looked up beside the file
     if parser.parse_from_file(str(source.resolve())):
         return parser
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
     said = "; ".join(f"{_where(e)}{e.desc()}" for e in errors[:1])
-    raise _failure(trt, f"could not parse '{source}'", names, said or None)
+    raise _failure(trt, f"could not parse '{source}'", places, said or None)
 
 
 def _where(error: Any) -> str:
@@ -200,19 +196,9 @@ def _where(error: Any) -> str:
     return f"{operator or 'node'} '{node}': " if node or operator else ""
 
 
-def _failure(trt: TensorRT, sentence: str, names: dict[str, str], said: str | None = None) -> BuildError:
+def _failure(trt: TensorRT, sentence: str, places: dict[str, str], said: str | None = None) -> BuildError:
     said = said or trt.log.first_error() or "it gave no reason"
     words = {word.strip(".:") for word in re.findall(r"[\w.:/\-]+", said)}
-    places = {f"node '{word}' of module '{names[word]}'" for word in words if word in names}
-    place = f" (at {', '.join(sorted(places))})" if places else ""
+    found = sorted(f"node '{word}' of {places[word]}" for word in words if word in places)
+    place = f" (at {', '.join(found)})" if found else ""
     return BuildError(f"{trt.flavor.title} {trt.version} {sentence}{place}: {said}")
-
-
-def _scopes_by_name(model: ir.Model) -> dict[str, str]:
-    """Torch module by every name TensorRT may use for a node: its own, or one made from its first output."""
-    found = {}
-    for node in model.graph.all_nodes():
-        module = next(reversed(module_scopes(node)), None)
-        if module is not None:
-            found.update({n: module for n in (node.name, f"node_of_{node.outputs[0].name}") if n})
-    return found

@@ -9,15 +9,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from modpass.errors import StateError, VerificationError
+from modpass.errors import VerificationError
 from modpass.exporters import trt_api
 from modpass.exporters.decoder_manifest import DecoderManifest
 from modpass.exporters.device import Device, Layout
 from modpass.exporters.device_backend import DeviceBackend
 from modpass.exporters.engine import Engine
-from modpass.exporters.manifest import Manifest, TensorSpec, manifest_path
+from modpass.exporters.manifest import Manifest, TensorSpec
+from modpass.exporters.plan import CheckedPlan, checked_plan
 
-__all__ = ["TensorRTBackend", "checked_engine"]
+__all__ = ["TensorRTBackend"]
 
 
 class TensorRTBackend(DeviceBackend):
@@ -38,17 +39,33 @@ class TensorRTBackend(DeviceBackend):
         self.tensorrt = trt_api.load(flavor)
         super().__init__(Device(device, f"backend '{flavor}'"))
 
-    def load(self, folder: Path, name: str, manifest: DecoderManifest) -> _Loaded:
-        """Check and read one engine.
+    def open(self, folder: Path, manifest: DecoderManifest) -> None:
+        """Check both engines before either is deserialised; then as ``DeviceBackend``.
 
         Raises:
-            StateError: it is missing, or built for another flavour or GPU; names the command that builds it.
-            VerificationError: it is not the one that was built from this folder's graph.
+            StateError: one is missing, or built for another flavour, version or GPU; names the command that builds it.
+            VerificationError: one has changed, or was not built from this folder's graph.
             BuildError: TensorRT refuses it.
         """
-        digest = manifest.files[f"{name}.onnx"]
-        path, built = checked_engine(folder, name, digest, self.tensorrt.flavor.name, self.device.capability)
-        return _Loaded(Engine(self.tensorrt, path), built, self.device)
+        self._plans = {name: self._checked(folder, name, manifest) for name in ("prefill", "decode")}
+        manifest.match(self._plans["decode"].ports, self._plans["prefill"].ports)
+        super().open(folder, manifest)
+
+    def _checked(self, folder: Path, name: str, manifest: DecoderManifest) -> CheckedPlan:
+        flavor, capability = self.tensorrt.flavor.name, self.device.capability
+        wanted = f" --compute-capability {capability}" if capability else ""
+        command = f"build it with: modpass build {shlex.quote(str(folder))} --flavor {flavor}{wanted}"
+        plan = checked_plan(folder / f"{name}.engine", self.tensorrt, capability, command)
+        if plan.manifest.onnx_sha256 != manifest.files[f"{name}.onnx"]:
+            raise VerificationError(
+                f"'{plan.path}' was built from another {name}.onnx than the one beside it; {command}"
+            )
+        return plan
+
+    def load(self, folder: Path, name: str, manifest: DecoderManifest) -> _Loaded:
+        """Deserialise one engine; see ``open``."""
+        plan = self._plans.pop(name)
+        return _Loaded(Engine(self.tensorrt, plan), plan.manifest, self.device)
 
 
 class _Loaded:
@@ -77,34 +94,3 @@ class _Loaded:
 
 def _layouts(specs: tuple[TensorSpec, ...]) -> dict[str, Layout]:
     return {s.name: Layout(s.shape, getattr(torch, s.dtype)) for s in specs}
-
-
-def checked_engine(
-    folder: Path, name: str, onnx_sha256: str, flavor: str, capability: str | None
-) -> tuple[Path, Manifest]:
-    """The engine of one graph and its manifest, if it is whole and was built from that graph for this GPU.
-
-    capability: the GPU's; None leaves it unchecked.
-
-    Raises:
-        StateError: it is missing, or built for something else; names the command that builds it.
-        VerificationError: the file has changed, or was built from another graph.
-    """
-    path = folder / f"{name}.engine"
-    wanted = f" --compute-capability {capability}" if capability else ""
-    command = f"build it with: modpass build {shlex.quote(str(folder))} --flavor {flavor}{wanted}"
-    if not path.is_file() or not manifest_path(path).is_file():
-        missing = manifest_path(path) if path.is_file() else path
-        raise StateError(f"'{missing}' is missing; {command}")
-    built = Manifest.load(manifest_path(path))
-    if built.kind != "engine" or built.flavor != flavor:
-        raise StateError(f"'{path}' is of {built.flavor or built.kind}, not of {flavor}; {command}")
-    if built.onnx_sha256 != onnx_sha256:
-        raise VerificationError(f"'{path}' was built from another {name}.onnx than the one beside it; {command}")
-    if capability is not None and built.compute_capability != capability:
-        raise StateError(
-            f"'{path}' was built for compute capability {built.compute_capability}, this GPU has {capability}; "
-            f"{command}"
-        )
-    built.check(path)
-    return path, built

@@ -8,6 +8,7 @@ BuildError here or in `tensorrt.py`.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -105,24 +106,39 @@ class TensorRT:
         """A builder configuration."""
         return self._made(builder.create_builder_config(), "builder configuration")
 
-    def target(self, config: Any, capability: str) -> None:
-        """Build for ``capability``; full TensorRT always builds for the GPU of this machine.
+    def target(self, config: Any, capabilities: Sequence[str]) -> None:
+        """Build for each of ``capabilities``; full TensorRT always builds for the GPU of this machine.
 
         Raises:
-            BuildError: this TensorRT does not know the compute capability.
+            BuildError: this TensorRT does not know one.
         """
         if not self.flavor.capabilities:
             return
         known = self.module.ComputeCapability.__members__
-        name = "SM" + capability.replace(".", "")
-        if name not in known:
-            raise BuildError(
-                f"{self.flavor.title} {self.version} has no compute capability {capability}; it has "
-                f"{', '.join(sorted(n for n in known if n.startswith('SM')))}"
-            )
-        config.num_compute_capabilities = 1
-        if config.set_compute_capability(known[name], 0) is False:
-            raise BuildError(self._sentence(f"target {name}"))
+        config.num_compute_capabilities = len(capabilities)
+        for i, capability in enumerate(capabilities):
+            name = "SM" + capability.replace(".", "")
+            if name not in known:
+                raise BuildError(
+                    f"{self.flavor.title} {self.version} has no compute capability {capability}; it has "
+                    f"{', '.join(sorted(n for n in known if n.startswith('SM')))}"
+                )
+            if config.set_compute_capability(known[name], i) is False:
+                raise BuildError(self._sentence(f"target {name}"))
+
+    def flag(self, config: Any, name: str) -> None:
+        """Set a builder flag by its name.
+
+        Raises:
+            BuildError: this TensorRT has no such flag.
+        """
+        if name not in self.module.BuilderFlag.__members__:
+            raise BuildError(f"{self.flavor.title} {self.version} has no builder flag {name}; build without it")
+        config.set_flag(self.module.BuilderFlag.__members__[name])
+
+    def verbosity(self, config: Any, name: str) -> None:
+        """Let the engine tell so much of its layers."""
+        config.profiling_verbosity = self.module.ProfilingVerbosity.__members__[name.upper()]
 
     def workspace(self, config: Any, size: int) -> None:
         """Allow ``size`` bytes of scratch memory."""

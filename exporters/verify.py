@@ -10,25 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import modpass
 from modpass.errors import ExportError, VerificationError
-from modpass.exporters.manifest import Manifest, manifest_path
+from modpass.exporters.draws import drawn, draws
+from modpass.exporters.manifest import DataFile, Manifest, manifest_path
 from modpass.exporters.onnx_session import open_session
-from modpass.exporters.shapes import FixedShape, example_tensors
+from modpass.exporters.probe import Probe, probe_path, sampled, scale_of
+from modpass.exporters.shapes import FixedShape
+from modpass.files import sha256
 from modpass.model import RoutedModel
 from modpass.routing import recorded_choices
 
-__all__ = ["BOUNDS", "Difference", "VerificationReport", "verify"]
+__all__ = ["BOUNDS", "Difference", "VerificationReport", "compare", "difference", "recorded", "run_probe", "verify"]
+
+_SEED = 0
 
 Array = np.ndarray[Any, Any]
 
 # Largest relative difference of an output, and least share of equal choices.
-BOUNDS = {"float32": (1e-4, 1.0), "float16": (5e-2, 0.9), "bfloat16": (2e-1, 0.8)}
+BOUNDS = {"float32": (1e-4, 1.0), "float16": (5e-2, 0.9), "bfloat16": (2e-1, 0.8),
+          "int8": (0.1, 0.8), "fp8": (0.2, 0.7), "int4": (0.4, 0.5)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Differences per output, and per routed block the share of equal token choices."""
+    """Differences per output, and per routed block the share of equal token choices.
+
+    dtype: what the file computes with. max_error: what its export allowed, in place of the bounds of the dtype.
+    """
 
     outputs: tuple[Difference, ...]
     choices: Mapping[str, float]
     dtype: str = "float32"
+    max_error: float | None = None
 
     def check(self, max_error: float | None = None, min_agreement: float | None = None) -> VerificationReport:
         """Return the report if it is within bounds, by default those of the file's dtype (``BOUNDS``).
@@ -59,7 +68,7 @@ class VerificationReport:
         >>> VerificationReport((Difference("logits", 1e-6, 1e-7),), {}).check().choices
         {}
         """
-        own_error, own_agreement = BOUNDS[self.dtype]
+        own_error, own_agreement = BOUNDS[self.dtype] if self.max_error is None else (self.max_error, 0.0)
         max_error = own_error if max_error is None else max_error
         min_agreement = own_agreement if min_agreement is None else min_agreement
         for d in self.outputs:
@@ -90,6 +99,9 @@ def verify(
 ) -> VerificationReport:
     """Run the file in ONNX Runtime beside the model in PyTorch, on the same inputs; note the figures in the manifest.
 
+    Where the inputs are drawn here, some of what the model computed is kept beside the file (its *probe*), so that
+    ``modpass verify`` can run the file against it later without the model.
+
     Args:
         model: the model that was exported.
         path: the ONNX file; its manifest is checked first.
@@ -101,20 +113,90 @@ def verify(
     """
     manifest = Manifest.load(manifest_path(path))
     manifest.check(path)
+    report, probe = compare(model, path, manifest, inputs)
+    part = manifest.probe
+    if probe is not None:
+        kept = probe_path(Path(path))
+        probe.save(kept)
+        part = DataFile(kept.name, sha256(kept))
+    outputs = [asdict(d) for d in report.outputs if np.isfinite(d.max_rel)]
+    parity = {"outputs": outputs, "choices": dict(report.choices)}
+    replace(manifest, parity=parity, probe=part).save(manifest_path(path))
+    return report
+
+
+def recorded(manifest: Manifest) -> VerificationReport | None:
+    """What ``verify`` noted in a manifest, if it ran.
+
+    >>> print(recorded(Manifest("onnx", "m.onnx", "00", 18, "float32")))
+    None
+    """
+    if manifest.parity is None:
+        return None
+    outputs = tuple(Difference(**d) for d in manifest.parity["outputs"])
+    return VerificationReport(outputs, manifest.parity["choices"], manifest.precision, manifest.max_error)
+
+
+def compare(
+    model: RoutedModel | nn.Module,
+    path: str | os.PathLike[str],
+    manifest: Manifest,
+    inputs: Mapping[str, Tensor] | None = None,
+) -> tuple[VerificationReport, Probe | None]:
+    """What ``verify`` finds, and the probe where inputs were drawn; writes nothing.
+
+    Raises:
+        VerificationError: ONNX Runtime cannot run the file.
+    """
     routed = model if isinstance(model, RoutedModel) else modpass.trace(model)
     shape = FixedShape(manifest.shape["batch"], manifest.shape["sequence"], manifest.shape["dims"])
-    given = dict(inputs) if inputs is not None else example_tensors(routed, shape)
-    wanted, wanted_choices = _in_torch(routed, given)
+    how = draws(routed, shape)
+    given = dict(inputs) if inputs is not None else {n: torch.from_numpy(a) for n, a in drawn(how, _SEED).items()}
+    types = {s.name: s.dtype for s in routed.inputs}
+    wanted, chosen = _in_torch(routed, {n: t.to(types.get(n, t.dtype)) for n, t in given.items()})
     names = {n: b.indices for n, b in manifest.routed_blocks.items() if b.indices is not None}
+    if other := sorted(names.keys() - chosen.keys()):
+        raise VerificationError(
+            f"'{path}' routes block '{other[0]}', the model does not; give the model as it was exported"
+        )
     found = _in_onnxruntime(path, given, list(names.values()))
-    outputs = tuple(_difference(n, wanted[n], found[n]) for n in wanted)
-    choices = {n: _agreement(wanted_choices[n].numpy(), found[value]) for n, value in names.items()}
-    report = VerificationReport(outputs, choices, manifest.dtype)
-    replace(
-        manifest,
-        parity={"outputs": [asdict(d) for d in outputs if np.isfinite(d.max_rel)], "choices": choices},
-    ).save(manifest_path(path))
-    return report
+    arrays = {n: _plain(t) for n, t in wanted.items()}
+    _same_shapes(path, {n: a.shape for n, a in arrays.items()}, found)
+    outputs = tuple(difference(n, a, found[n], scale_of(a)) for n, a in arrays.items())
+    choices = {n: _agreement(chosen[n].numpy(), found[value]) for n, value in names.items()}
+    report = VerificationReport(outputs, choices, manifest.precision, manifest.max_error)
+    if inputs is not None:
+        return report, None
+    shapes = {n: tuple(a.shape) for n, a in arrays.items()}
+    kept = {n: sampled(a) for n, a in arrays.items()}
+    scales = {n: scale_of(a) for n, a in arrays.items()}
+    return report, Probe(_SEED, how, shapes, kept, scales, {n: chosen[n].numpy() for n in names})
+
+
+def run_probe(path: str | os.PathLike[str], manifest: Manifest) -> VerificationReport:
+    """Run the file against what the model computed when it was exported; ``manifest`` must have a probe.
+
+    Raises:
+        VerificationError: ONNX Runtime cannot run the file, or an output is of another shape.
+        StateError: the probe cannot be read.
+    """
+    probe = Probe.load(probe_path(Path(path)))
+    names = {n: b.indices for n, b in manifest.routed_blocks.items() if b.indices is not None}
+    given = {n: torch.from_numpy(a) for n, a in drawn(probe.inputs, probe.seed).items()}
+    found = _in_onnxruntime(path, given, list(names.values()))
+    _same_shapes(path, probe.shapes, found)
+    outputs = tuple(difference(n, a, sampled(found[n]), probe.scales[n]) for n, a in probe.outputs.items())
+    choices = {n: _agreement(a, found[names[n]]) for n, a in probe.choices.items() if n in names}
+    return VerificationReport(outputs, choices, manifest.precision, manifest.max_error)
+
+
+def _same_shapes(
+    path: str | os.PathLike[str], wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Array]
+) -> None:
+    for name, shape in wanted.items():
+        if name not in found or found[name].shape != shape:
+            own = list(found[name].shape) if name in found else "missing"
+            raise VerificationError(f"output '{name}' of '{path}' is {own}, the model's is {list(shape)}")
 
 
 def _in_torch(model: RoutedModel, given: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -129,19 +211,15 @@ def _in_torch(model: RoutedModel, given: Mapping[str, Tensor]) -> tuple[dict[str
 
 
 def _in_onnxruntime(path: str | os.PathLike[str], given: Mapping[str, Tensor], extra: list[str]) -> dict[str, Array]:
-    """Run the file with the values in ``extra`` as outputs too, from a temporary copy that reads the same weights."""
-    graph = ir.load(path)
-    values = {v.name: v for node in graph.graph for v in node.outputs}
-    graph.graph.outputs.extend(values[n] for n in extra)
-    temporary = Path(path).parent / f".{Path(path).name}.{os.getpid()}.verify"
+    """Run the file with the values in ``extra`` as outputs too; nothing is written."""
     try:
-        ir.save(graph, temporary)
-        run = open_session(temporary)
+        run = open_session(path, outputs=extra)
     except ExportError as e:
         raise VerificationError(str(e)) from e
-    finally:
-        temporary.unlink(missing_ok=True)
     types = {i.name: i.type for i in run.get_inputs()}
+    missing = [n for n in types if n not in given]
+    if missing:
+        raise VerificationError(f"'{path}' takes '{missing[0]}', which the model does not; export it again")
     feed = {n: _array(given[n], types[n]) for n in types}
     names = [o.name for o in run.get_outputs()]
     try:
@@ -153,13 +231,27 @@ def _in_onnxruntime(path: str | os.PathLike[str], given: Mapping[str, Tensor], e
 def _array(tensor: Tensor, kind: str) -> Array:
     if kind == "tensor(float16)":
         return tensor.half().numpy()
+    if kind in _NARROW:
+        return tensor.to(_NARROW[kind]).numpy()
     return tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-def _difference(name: str, wanted: Tensor, found: Array) -> Difference:
-    reference = wanted.double().numpy()
-    gap = float(np.abs(reference - found.astype(np.float64)).max()) if reference.size else 0.0
-    scale = float(np.abs(reference).max()) if reference.size else 1.0
+_NARROW = {"tensor(int32)": torch.int32, "tensor(int8)": torch.int8, "tensor(uint8)": torch.uint8}
+
+
+def _plain(tensor: Tensor) -> Array:
+    """A tensor in numpy, which has no bfloat16."""
+    array: Array = tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    return array
+
+
+def difference(name: str, wanted: Array, found: Array, scale: float) -> Difference:
+    """How far ``found`` is from ``wanted``, absolutely and over ``scale``.
+
+    >>> difference("y", np.array([1.0, 2.0]), np.array([1.0, 2.5]), 2.0)
+    Difference(name='y', max_abs=0.5, max_rel=0.25)
+    """
+    gap = float(np.abs(wanted.astype(np.float64) - found.astype(np.float64)).max()) if wanted.size else 0.0
     return Difference(name, gap, gap / scale if scale else gap)
 
 

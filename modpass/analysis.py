@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -17,7 +18,7 @@ from torch.utils._sympy.functions import Min
 from modpass.functional import Gather
 from modpass.mixing import LAYOUT, UNIFORM, Unknown, is_pointwise, mixing_reason, name_of
 from modpass.sparse import picks_keys
-from modpass.symbols import Expr, hint_of, shape_of, value_of
+from modpass.symbols import Expr, expr_of, hint_of, shape_of, value_of
 
 __all__ = ["Analysis", "Refusal", "Sizes", "analyse", "gather_of", "is_uniform", "merges_rows"]
 
@@ -55,6 +56,7 @@ class Sizes:
     batch: Expr
     sequence: Expr
 
+    @lru_cache(maxsize=65536)  # noqa: B019 (sympy takes its time, and asks are many and of few sizes)
     def canonical(self, size: Expr) -> Expr:
         """``size`` in terms of S where the sequence is itself an expression, such as patches + 1."""
         if self.sequence.is_Symbol:
@@ -187,6 +189,7 @@ class _Region:
 
     def __init__(self, nodes: list[fx.Node]) -> None:
         self.nodes, self.inside = nodes, set(nodes)
+        self.hints: dict[Expr, Any] = {}  # the sizes that attention runs over, as the trace has them
 
     def inputs(self) -> list[fx.Node]:
         outside = dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in self.inside)
@@ -200,6 +203,7 @@ class _Region:
         inputs, outputs = self.inputs(), self.outputs()
         pairs = [(i, o) for o in outputs for i in inputs if self._alike(i, o)]
         if not pairs:
+            self.refuse_convolutions()
             raise Refusal(f"no input has an output's shape and dtype: inputs {_list(inputs)}, outputs {_list(outputs)}")
         streams = dict.fromkeys(i for i, _ in pairs)
         if len(pairs) > 1:
@@ -240,12 +244,14 @@ class _Region:
         """Batch and sequence: the sequence is what attention runs over."""
         first, second = shape_of(value_of(stream))[:2]
         attended = self.attended()
+        self.hints |= {size: given for size, given in zip((first, second), value_of(stream).shape, strict=False)}
         for size in (first, second):  # keys beside the tokens (sinks) are seen by every token
             attended = [size if Sizes(first, size).surplus(a) else a for a in attended]
         if attended and first not in attended and second not in attended:
+            counted, own, where = _told([self.hints[a] for a in attended], value_of(stream).shape[:2])
             raise Refusal(
-                f"its attention runs over {', '.join(map(str, attended))} tokens, not over a dim of the "
-                f"stream ({first}, {second}): windows or pooled keys"
+                f"its attention runs over {counted} tokens, not over a dim of the stream ({own}){where}: "
+                "windows or pooled keys"
             )
         if first == second:
             raise Refusal(f"batch and sequence are both {first} in the trace; trace with two different sizes")
@@ -259,8 +265,18 @@ class _Region:
         free = [i for i, size in enumerate(shape) if not size.is_Integer]
         counted = [i for i in free if shape[i] in self.attended()]
         if len(free) != 2 or len(counted) != 1 or shape[free[0]] == shape[free[1]]:
-            raise Refusal(f"its stream [{', '.join(map(str, shape))}] has no one dim that attention runs over")
+            self.refuse_convolutions()
+            hint = "; flatten its tokens to one dim, as most models do" if len(free) > 2 else ""
+            raise Refusal(f"its stream [{', '.join(map(str, shape))}] has no one dim that attention runs over{hint}")
         return Sizes(shape[free[0] + free[1] - counted[0]], shape[counted[0]]), counted[0]
+
+    def refuse_convolutions(self) -> None:
+        """An image whose pixels are not laid out as one dim is no sequence; where they are convolved, that is why."""
+        for node in self.nodes:
+            if name_of(node).startswith("conv"):
+                reason = mixing_reason(node, lambda size: not size.is_Integer, lambda size: False)
+                if reason:
+                    raise Refusal(f"{reason} (node {node.name})")
 
     def attended(self) -> list[Expr]:
         found: list[Expr] = []
@@ -268,8 +284,10 @@ class _Region:
             if name_of(node) == "scaled_dot_product_attention":
                 keys: Any = node.args[1]
                 found.append(shape_of(value_of(keys))[-2])
+                self.hints[found[-1]] = value_of(keys).shape[-2]
             elif _scores_tokens(node):
                 found.append(shape_of(value_of(node))[-1])
+                self.hints[found[-1]] = value_of(node).shape[-1]
         return list(dict.fromkeys(found))
 
     def dependent(self, stream: fx.Node) -> list[fx.Node]:
@@ -310,6 +328,15 @@ def _scores_tokens(node: fx.Node) -> bool:
     if name_of(node) in ("matmul", "bmm", "baddbmm"):
         return len(shape) >= 3 and shape[-1] == shape[-2] and not shape[-1].is_Integer
     return name_of(node) in _ATTENTION and len(shape) >= 3
+
+
+def _told(counted: Iterable[Any], own: Iterable[Any]) -> tuple[str, str, str]:
+    """Two lists of sizes in words; where an expression is long, by their numbers in the example inputs."""
+    texts = [[str(expr_of(size)) for size in sizes] for sizes in (counted, own)]
+    if max(len(text) for sizes in texts for text in sizes) <= 24:
+        return ", ".join(texts[0]), ", ".join(texts[1]), ""
+    numbers = [", ".join(str(hint_of(size)) for size in sizes) for sizes in (counted, own)]
+    return numbers[0], numbers[1], " with the example inputs"
 
 
 def _list(nodes: Iterable[fx.Node]) -> str:
@@ -363,9 +390,6 @@ def gather_of(node: fx.Node, side: fx.Node, sizes: Sizes) -> Gather | None:
 
 def _gather(node: fx.Node, side: fx.Node, value: Any, sizes: Sizes) -> Gather | None:
     """How ``side`` follows the tokens into ``node``: aligned from the right, as broadcasting aligns it."""
-    shape = shape_of(value)
-    if not any(map(sizes.carries, shape)):
-        return None
     shape = _as_broadcast(node, side, value, sizes)
     counted = [i for i, size in enumerate(shape) if sizes.carries(size)]
     if not counted:
@@ -380,21 +404,25 @@ def _gather(node: fx.Node, side: fx.Node, value: Any, sizes: Sizes) -> Gather | 
     for position, size in enumerate(out):
         repeat = sympy.simplify(size / sizes.batch)
         if repeat.is_Integer and (size == sizes.batch or position == 0):
-            own = shape[position - offset] if position >= offset else sympy.Integer(1)
-            return Gather(len(out), position, bool(own == size), tuple(offset + i for i in counted), int(repeat))
+            own = value.shape[position - offset] if position >= offset else 1
+            batched = bool(expr_of(own) == size) or hint_of(own) not in (None, 1)
+            return Gather(len(out), position, batched, tuple(offset + i for i in counted), int(repeat))
     raise Refusal(f"{node.target} has no batch dim to gather the side input {shown} by (node {node.name})")
 
 
 def _as_broadcast(node: fx.Node, side: fx.Node, value: Any, sizes: Sizes) -> tuple[Expr, ...]:
-    """A size such as ``L - Max(0, L - S)``, cut from a table, is S or 1 where it broadcasts against S."""
+    """Any size but 1 that broadcasts against S is S, in whatever words the trace has it.
+
+    It may be cut from a table (``L - Max(0, L - S)``), be a number, where the model runs at this length alone, or come
+    from another input.
+    """
     shape, out = shape_of(value), _broadcast_shape(node, side) or ()
     offset, found = len(out) - len(shape), list(shape)
     for i, size in enumerate(shape):
-        if offset >= 0 and sizes.carries(size) and sizes.canonical(size) != SEQUENCE:
-            if hint_of(value.shape[i]) == 1:
-                found[i] = sympy.Integer(1)
-            elif sizes.canonical(out[offset + i]) == SEQUENCE:
-                found[i] = sizes.sequence
+        if offset < 0 or size == 1 or out[offset + i].is_Integer or hint_of(value.shape[i]) is None:
+            continue
+        if sizes.canonical(size) != SEQUENCE and sizes.canonical(out[offset + i]) == SEQUENCE:
+            found[i] = sympy.Integer(1) if hint_of(value.shape[i]) == 1 else sizes.sequence
     return tuple(found)
 
 

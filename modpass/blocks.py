@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,7 +23,10 @@ from modpass.tracing import Traced, capture
 __all__ = ["Block", "Blocks", "Skipped", "find_blocks", "locate"]
 
 
-_PRODUCTS = {"linear", "matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "conv1d", "scaled_dot_product_attention"}
+_PRODUCTS = {
+    *("linear", "matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d"),
+    "scaled_dot_product_attention",
+}
 
 
 @dataclass(frozen=True)
@@ -186,9 +189,37 @@ def _modules(graph: fx.Graph) -> list[_Module]:
     return list(found.values())
 
 
+def _listed(graph: fx.Graph) -> list[_Module]:
+    """Entries of lists of modules, which are never called themselves: a loop around them calls what they hold."""
+    called = {m.path for m in _modules(graph)}
+    found: dict[str, _Module] = {}
+    repeated: set[str] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+            parts = path.split(".")
+            for end in range(1, len(parts)):
+                entry = ".".join(parts[:end])
+                if parts[end - 1].isdigit() and entry not in called:
+                    nodes = found.setdefault(entry, _Module(entry, "ModuleList", [])).nodes
+                    nodes += [node] if nodes[-1:] != [node] else []
+                    repeated |= {entry} if "@" in f"{key}{path}" else set()
+    return [m for m in found.values() if m.name not in repeated]
+
+
 def _candidates(graph: fx.Graph) -> list[_Module]:
     """The outermost modules that repeat and hold a residual sum; a container of such is no block itself."""
-    modules = [m for m in _modules(graph) if _has_residual(m)]
+    chosen = _repeating(_modules(graph)) or _repeating(_modules(graph), permuted=True)
+    for m in _repeating(_listed(graph)):
+        if not any(m.is_inside(c) or c.is_inside(m) for c in chosen):
+            chosen.append(m)
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    return sorted(chosen, key=lambda m: order[m.nodes[0]])
+
+
+def _repeating(modules: list[_Module], permuted: bool = False) -> list[_Module]:
+    modules = [m for m in modules if _has_residual(m, permuted)]
     siblings: dict[tuple[str, str], int] = defaultdict(int)
     for m in modules:
         siblings[m.name.rpartition(".")[0], m.kind] += 1
@@ -201,8 +232,7 @@ def _candidates(graph: fx.Graph) -> list[_Module]:
     for m in sorted(alike, key=lambda m: m.name.count(".")):
         if not any(m.is_inside(c) for c in chosen) and not _contains_blocks(m, alike):
             chosen.append(m)
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    return sorted(chosen, key=lambda m: order[m.nodes[0]])
+    return chosen
 
 
 def _contains_blocks(module: _Module, others: list[_Module]) -> bool:
@@ -219,15 +249,21 @@ def _attends(module: _Module) -> bool:
     return any("softmax" in name_of(n) or name_of(n) == "scaled_dot_product_attention" for n in module.nodes)
 
 
-def _has_residual(module: _Module) -> bool:
-    """Whether it sums two values of its output's shape, one of them made outside or by another sum."""
+def _has_residual(module: _Module, permuted: bool = False) -> bool:
+    """Whether it sums two values of its output's shape (or of that shape permuted), one of them made outside or by
+    another sum.
+    """
     inside = set(module.nodes)
     if not any(name_of(n) in _PRODUCTS for n in module.nodes):
         return False  # without a product there is nothing to save
-    outputs = {shape_of(value_of(n)) for n in module.nodes if any(u not in inside for u in n.users)}
+
+    def laid_out(n: fx.Node) -> Any:
+        return frozenset(Counter(shape_of(value_of(n))).items()) if permuted else shape_of(value_of(n))
+
+    outputs = {laid_out(n) for n in module.nodes if any(u not in inside for u in n.users)}
     return any(
         name_of(n) in ("add", "add_")
-        and shape_of(value_of(n)) in outputs
+        and laid_out(n) in outputs
         and sum(
             isinstance(a, fx.Node) and shape_of(value_of(a)) == shape_of(value_of(n)) and a.op != "get_attr"
             for a in n.args

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from modpass.bisect import beyond_topk, bisect_select
 from modpass.errors import CapacityError
 
 __all__ = [
@@ -87,7 +88,7 @@ def select(scores_BS: Tensor, k: int) -> Tensor:
     """The positions of the k largest scores of each row, ascending, ``[B, k]`` int64; ties go to the lowest index.
 
     Eager PyTorch leaves ties of ``topk`` open, so it sorts stably; an exported graph holds TopK, whose
-    operator specification gives ties to the lowest index.
+    operator specification gives ties to the lowest index, and above TensorRT's limit on k a bisection.
 
     Raises:
         CapacityError: k exceeds the sequence length.
@@ -96,7 +97,7 @@ def select(scores_BS: Tensor, k: int) -> Tensor:
     [[1, 2]]
     """
     if torch.compiler.is_exporting():
-        return scores_BS.topk(k, dim=1).indices.sort(dim=1).values
+        return bisect_select(scores_BS, k) if beyond_topk(k) else scores_BS.topk(k, dim=1).indices.sort(dim=1).values
     if k > scores_BS.shape[1]:
         raise CapacityError(f"{k} tokens asked for, but the sequence holds {scores_BS.shape[1]}")
     order_BS = scores_BS.sort(dim=1, descending=True, stable=True).indices

@@ -121,8 +121,11 @@ def routed_reference(
         stack.enter_context(_no_fast_path())
         for path in dict.fromkeys(name.partition("@")[0] for name in settings):
             block = model.get_submodule(path)
+            if isinstance(block, nn.ModuleList):
+                stack.enter_context(_list_routed(block, _Routing(settings[path], keep, partial(_note, chosen, path))))
+                continue
             calls = {
-                n: _routed(block.forward, s, keep, partial(_note, chosen, n))
+                n: _routed(block.forward, _Routing(s, keep, partial(_note, chosen, n)))
                 for n, s in settings.items()
                 if n.partition("@")[0] == path
             }
@@ -156,40 +159,72 @@ def _no_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-def _routed(
-    dense: Callable[..., Any], setting: Setting, keep: Tensor | None, note: Callable[[list[list[int]]], None]
-) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        stream = next(filter(setting.is_stream, [*args, *kwargs.values()]))
-        x_BSD = setting.there(stream)
-        fits = keep if keep is not None and keep.shape == x_BSD.shape[:2] else None
-        scores = [[(token.float() * setting.weight).sum() for token in row] for row in x_BSD]
+class _Routing:
+    """One call of one block: who goes through, and what becomes of the stream."""
+
+    def __init__(self, setting: Setting, keep: Tensor | None, note: Callable[[list[list[int]]], None]) -> None:
+        self.setting, self.keep, self.note = setting, keep, note
+
+    def start(self, arguments: Sequence[Any]) -> Any:
+        """Choose among the tokens of the stream in ``arguments``; a context in which only those are seen."""
+        setting = self.setting
+        self.stream = next(filter(setting.is_stream, arguments))
+        x_BSD = self.x_BSD = setting.there(self.stream)
+        fits = self.keep if self.keep is not None and self.keep.shape == x_BSD.shape[:2] else None
+        self.scores = [[(token.float() * setting.weight).sum() for token in row] for row in x_BSD]
         decide = setting.decides
-        deciding = scores if decide is None else [[decide(token) for token in row] for row in x_BSD]
-        chosen = [
+        deciding = self.scores if decide is None else [[decide(token) for token in row] for row in x_BSD]
+        self.chosen = [
             setting.choose(
                 [s.detach().item() for s in row],
                 None if fits is None else [bool(v) for v in fits[b]],
             )
             for b, row in enumerate(deciding)
         ]
-        note(chosen)
-        with hidden_keys(chosen, x_BSD.shape[1]):
-            output = dense(*args, **kwargs)
-        several = isinstance(output, tuple | list)
-        y = output[0] if several else output
-        y_BSD = setting.there(y)
-        rows = []
-        for b, row in enumerate(x_BSD):
+        self.note(self.chosen)
+        return hidden_keys(self.chosen, x_BSD.shape[1])
+
+    def write(self, y: Tensor) -> Tensor:
+        """The stream with the chosen tokens of the block's output ``y`` written back, one by one."""
+        y_BSD, rows = self.setting.there(y), []
+        for b, row in enumerate(self.x_BSD):
+            gates = [_gate(self.setting.gate, score) for score in self.scores[b]]
             tokens = [
-                row[i] + _gate(setting.gate, scores[b][i]) * (y_BSD[b, i] - row[i]) if i in chosen[b] else row[i]
-                for i in range(len(row))
+                row[i] + gates[i] * (y_BSD[b, i] - row[i]) if i in self.chosen[b] else row[i] for i in range(len(row))
             ]
             rows.append(torch.stack(tokens))
-        routed = setting.back(torch.stack(rows), stream.shape)
+        return self.setting.back(torch.stack(rows), self.stream.shape)
+
+
+def _routed(dense: Callable[..., Any], routing: _Routing) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with routing.start([*args, *kwargs.values()]):
+            output = dense(*args, **kwargs)
+        several = isinstance(output, tuple | list)
+        routed = routing.write(output[0] if several else output)
         return type(output)([routed, *output[1:]]) if several else routed
 
     return forward
+
+
+@contextmanager
+def _list_routed(block: nn.ModuleList, routing: _Routing) -> Iterator[None]:
+    """A list of modules that the model's own loop calls in turn: the first gets the stream, the last returns it."""
+    entries = [m for m in block.modules() if not isinstance(m, nn.ModuleList)]
+    outer = [m for m in entries if not any(m is not o and m in set(o.modules()) for o in entries)]
+    first, last, inside = outer[0].forward, outer[-1].forward, ExitStack()
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        inside.enter_context(routing.start([*args, *kwargs.values()]))
+        return first(*args, **kwargs)
+
+    def end(*args: Any, **kwargs: Any) -> Any:
+        output = last(*args, **kwargs)
+        inside.close()
+        return routing.write(output)
+
+    with mock.patch.object(outer[0], "forward", begin), mock.patch.object(outer[-1], "forward", end), inside:
+        yield
 
 
 def _gate(gate: str, score: Tensor) -> Tensor | float:

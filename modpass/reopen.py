@@ -49,6 +49,11 @@ class Reopener:
                 "with a dynamic sequence"
             )
         block = self.traced.module.get_submodule(name.partition("@")[0])
+        if name not in self.runs.plain.calls:
+            raise Refusal(
+                f"its sequence is fixed to {fixed.sizes.sequence} and it is a list of modules, which cannot be traced "
+                "alone; give it a forward"
+            )
         args, kwargs = self.runs.plain.calls[name]
         try:
             with experts_per_token(self.traced.module):

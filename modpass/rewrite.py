@@ -163,17 +163,19 @@ class _Outliner:
         ]
         for node, side in pairs:
             key = side, self.analysis.gathers.get((node, side))
-            if key in self.sides or self._is_owned(side) or self._is_size(node, side):
+            if key in self.sides or self._is_owned(node, side) or self._is_size(node, side):
                 continue
             self.sides[key] = self.graph.placeholder(f"side_{len(self.sides)}")
-        for _, side in pairs:
-            if self._is_owned(side):
+        for node, side in pairs:
+            if self._is_owned(node, side):
                 target = str(side.target).removeprefix(self.prefix)
                 if target not in self.owned:
                     self.owned[target] = self.graph.placeholder(f"own_{len(self.owned)}")
 
-    def _is_owned(self, node: fx.Node) -> bool:
-        return node.op == "get_attr" and str(node.target).startswith(self.prefix)
+    def _is_owned(self, consumer: fx.Node, node: fx.Node) -> bool:
+        """Whether a weight comes with the block; a table with a row for each token follows them as a side input."""
+        follows = (consumer, node) in self.analysis.gathers
+        return node.op == "get_attr" and str(node.target).startswith(self.prefix) and not follows
 
     def _is_size(self, consumer: fx.Node, node: fx.Node) -> bool:
         """A size used as a shape becomes k inside; one used as a number keeps its value over the full sequence."""
@@ -191,7 +193,7 @@ class _Outliner:
     def _argument(self, consumer: fx.Node, argument: fx.Node) -> Any:
         if argument in self.env:
             return self.env[argument]
-        if self._is_owned(argument):
+        if self._is_owned(consumer, argument):
             return self.owned[str(argument.target).removeprefix(self.prefix)]
         if self._is_size(consumer, argument):
             expr = self.analysis.sizes.canonical(expr_of(value_of(argument)))

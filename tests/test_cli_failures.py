@@ -63,6 +63,7 @@ WRONG_ARGUMENTS: dict[str, tuple[list[str], str]] = {
         ["build", "setup.cfg", "m.engine", "--flavor", "cheese"],
         "'cheese' is not one of 'tensorrt-rtx'",
     ),
+    "nothing to verify": (["verify", "absent.onnx"], "'absent.onnx' does not exist."),
     "level 6": (
         ["build", "setup.cfg", "m.engine", "--optimization-level", "6"],
         "'--optimization-level': ",
@@ -205,7 +206,7 @@ def test_the_module_and_the_script_are_one_program() -> None:
         assert (done.stdout, done.stderr) == (f"modpass {modpass.__version__}\n", "")
 
 
-@pytest.mark.parametrize("command", ["inspect", "transform", "export", "build", "bench"])
+@pytest.mark.parametrize("command", ["inspect", "transform", "export", "build", "verify", "plan-report", "bench"])
 def test_help_says_what_a_newcomer_needs(command: str, capsys: Capture) -> None:
     out, _ = run(capsys, "--help")
     assert f"  {command} " in out

@@ -20,6 +20,7 @@ from modpass.bench.coverage_configs import enliven, shrink, shrunk_value
 from modpass.bench.coverage_decode import render_decode, run_decode_stages
 from modpass.bench.coverage_inputs import inputs_for
 from modpass.bench.coverage_models import FAMILIES, make_model, model_names
+from modpass.bench.coverage_others import OTHERS, Other
 from modpass.bench.coverage_pool import Job, run_jobs
 from modpass.bench.coverage_report import by_construction
 from modpass.bench.coverage_result import code_digest
@@ -82,6 +83,21 @@ def test_key_heads_stay_as_many_as_query_heads_where_they_were() -> None:
     assert config.num_key_value_heads == config.num_attention_heads
 
 
+def test_slow_layers_are_kept_once_and_layers_told_by_number_are_there() -> None:
+    config = shrink(transformers.Qwen3NextConfig)
+    assert list(config.layer_types) == ["linear_attention", *["full_attention"] * 3]
+    assert max(shrink(transformers.models.mllama.MllamaVisionConfig).intermediate_layers_indices) == 3
+
+
+def test_a_backbone_of_another_package_gives_way_to_transformers_own() -> None:
+    config = shrink(transformers.DetrConfig)
+    assert (config.backbone_config.model_type, config.backbone_config.out_features) == ("resnet", ["stage4"])
+
+
+def test_parts_of_a_configuration_whose_own_defaults_do_not_fit_are_shrunk_too() -> None:
+    assert shrink(transformers.models.gemma4_assistant.Gemma4AssistantConfig).text_config.hidden_size == 64
+
+
 def test_enlivened_weights_repeat_and_leave_no_block_without_effect() -> None:
     a, b = enliven(nn.Linear(8, 8)), enliven(nn.Linear(8, 8))
     assert torch.equal(a.weight, b.weight)  # type: ignore[arg-type]
@@ -115,6 +131,20 @@ def test_inputs_that_the_configuration_does_not_tell_are_found_by_trying_layouts
     assert set(named) == {"pixel_values", "spatial_shapes", "pixel_attention_mask"}
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "shapes"),
+    [
+        ("image", "vit_mae", {"pixel_values": (2, 3, 64, 64), "noise": (2, 16)}),
+        ("encoder-decoder", "voxtral_realtime", {"input_features": (2, 128, 64), "input_ids": (2, 8)}),
+        ("encoder-decoder", "kyutai_speech_to_text", {"input_ids": (2, 37, 33)}),
+    ],
+)
+def test_noise_sound_beside_text_and_codebooks_are_fed(family: str, name: str, shapes: dict[str, Any]) -> None:
+    named = inputs_for(make_model(family, name).model)
+    assert named is not None
+    assert {n: tuple(v.shape) for n, v in named.items()} == shapes
+
+
 # Stages
 
 
@@ -132,8 +162,15 @@ def test_a_convolutional_net_is_refused_with_the_reason() -> None:
     assert failure == ("blocks", "refused", "no attention in it")
 
 
-def test_a_model_that_draws_noise_cannot_be_compared() -> None:
-    passed, _, failure = stages_of("image", "vit_mae", "reference")
+class Noisy(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input + torch.randn(input.shape))
+
+
+def test_a_model_that_draws_noise_cannot_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    noisy = Other("Noisy", lambda: (Noisy(8, 8), {"input": torch.randn(2, 8)}, None))
+    monkeypatch.setitem(OTHERS, "noisy", noisy)
+    passed, _, failure = stages_of("other", "noisy", "reference")
     assert passed == ["make"]
     assert failure[:2] == ("run", "failed")
     assert "two runs differ" in failure[2]

@@ -83,10 +83,10 @@ _EXPORT = """
 import sys, torch
 from modpass.decode.example import tiny_decoder
 from modpass.exporters import decoder
-whole = decoder._write
+whole = decoder.save_shared
 def slow(*a):
     whole(*a); print("written", flush=True); import time; time.sleep(60)
-decoder._write = slow
+decoder.save_shared = slow
 decoder.export_decoder(tiny_decoder(), sys.argv[1], prompt=4, max_sequence=8)
 """
 

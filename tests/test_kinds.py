@@ -163,6 +163,66 @@ class Settled(PreNorm):
         return super().forward(x * settings["scale"]) + x
 
 
+class Tabled(nn.Module):
+    """Adds a table with a row for each of eighteen tokens: its own, or one that it is given."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.block = PreNorm(ByProducts(by_einsum), 48)
+        self.place = nn.Parameter(torch.randn(18, 48)) if own else None
+
+    def forward(self, x: Tensor, place: Tensor) -> Tensor:
+        table = place if self.place is None else self.place
+        y: Tensor = self.block(x + table.view(1, x.shape[1], 48))
+        return x + y
+
+
+class OfPieces(nn.Module):
+    """Tokens are pieces of a row: their number is an expression, of which the trace cannot tell that it is 18."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.cut, self.place = nn.Conv1d(5, 48, 3, 3), nn.Parameter(torch.randn(18, 48))
+        self.blocks = nn.ModuleList(Tabled(own) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.cut(x).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x, self.place)
+        return x
+
+
+class Biased(nn.Module):
+    """Attention with a bias on the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(48, 144), nn.Linear(48, 48)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, bias[:, None, None])
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Tiles(nn.Module):
+    """Four tiles of an image by construction; the trace cannot tell that a bias for each tile has as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut, self.tile = nn.Conv1d(5, 48, 3, 3), nn.Parameter(torch.randn(4, 48))
+        self.blocks = nn.ModuleList(Biased() for _ in range(2))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        pieces = self.cut(x.flatten(0, 1)).transpose(1, 2)
+        count = pieces.shape[1]
+        x = (pieces.unflatten(0, (-1, 4)) + self.tile[:, None]).flatten(1, 2)
+        bias = bias[:, :, None].expand(-1, -1, count).flatten(1)
+        for block in self.blocks:
+            x = block(x, bias)
+        return x
+
+
 class SharedKeys(nn.Module):
     """Blocks that make queries alone, and attend to keys and values made once for all of them."""
 
@@ -217,6 +277,28 @@ class Crosses(nn.Module):
         return x
 
 
+class Looped(nn.Module):
+    """Layers are lists of modules, which the model's own loop calls in turn."""
+
+    class Sum(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x + y
+
+    def __init__(self) -> None:
+        super().__init__()
+        branches = ByProducts(by_einsum), nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48))
+        self.embed = nn.Embedding(97, 48)
+        self.blocks = nn.ModuleList(
+            nn.ModuleList([nn.ModuleList([nn.LayerNorm(48)]), branch, self.Sum()]) for branch in branches
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for (norm,), branch, total in self.blocks:
+            x = total(x, branch(norm(x)))
+        return x
+
+
 class Listed(PreNorm):
     """Returns the stream in a list."""
 
@@ -256,6 +338,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], dict[str, A
     "shared keys": (lambda: SharedKeys(False), ids),
     "shared keys, fused": (lambda: SharedKeys(True), ids),
     "lists": (ReadsLists, ids),
+    "a loop over lists": (Looped, ids),
     "cross attention": (
         Crosses,
         lambda B, S: {"x": torch.randn(B, S, 48), "memory": torch.randn(B, S + 9, 48)},
@@ -263,6 +346,12 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], dict[str, A
     "loose inputs": (
         lambda: Loose(lambda w, h: ByProducts(by_einsum), 2),
         lambda B, S: {**ids(B, S), "scale": torch.rand(B, S, 1)},
+    ),
+    "a table of one length": (lambda: OfPieces(False), lambda B, S: {"x": torch.randn(B, 5, 54)}),
+    "a table of the block's own": (lambda: OfPieces(True), lambda B, S: {"x": torch.randn(B, 5, 54)}),
+    "a bias by another input's sizes": (
+        Tiles,
+        lambda B, S: {"x": torch.randn(B, 4, 5, S), "bias": torch.randn(B, 4)},
     ),
     "fixed tokens": (FixedTokens, lambda B, S: {"x": torch.randn(B, 16, 48)}),
 }
@@ -328,6 +417,61 @@ def test_a_stream_of_four_dims_without_attention_is_refused() -> None:
     model = nn.Sequential(*(Pointwise() for _ in range(2)))
     with pytest.raises(BlockError, match="has no one dim that attention runs over"):
         modpass.mod_transform(model, 0.5, example_inputs=(torch.randn(2, 9, 7, 48),))
+
+
+class Image(nn.Module):
+    """A block ``[B, C, H, W]`` that convolves, and sums in another order of its dims."""
+
+    def __init__(self, kernel: int) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(8, 8, kernel, padding=kernel // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.permute(0, 2, 3, 1) + self.mix(x).relu().permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class FewKeys(nn.Module):
+    """Attends to every third token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(48, 144)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)) for t in self.qkv(x).chunk(3, -1))
+        return x + by_einsum(q, k[:, ::3], v[:, ::3]).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "shape", "reason"),
+    [
+        ([Image(3), Image(3)], (2, 8, 6, 7), r"conv2d\.default convolves over tokens \(kernel \(3, 3\)\)"),
+        ([Image(1), Image(1)], (2, 8, 6, 7), "attention runs over; flatten its tokens to one dim"),
+    ],
+)
+def test_images_that_are_not_laid_out_as_a_sequence_are_refused_with_the_reason(
+    blocks: list[nn.Module], shape: tuple[int, ...], reason: str
+) -> None:
+    with pytest.raises(BlockError, match=reason):
+        modpass.mod_transform(nn.Sequential(*blocks), 0.5, example_inputs=(torch.randn(shape),))
+
+
+def test_long_sizes_are_told_by_their_numbers_in_the_example_inputs() -> None:
+    class Pieces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cut = nn.Conv2d(5, 48, 3, 3)
+            self.blocks = nn.ModuleList(FewKeys() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.cut(x).flatten(2).transpose(1, 2)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    words = r"over 12 tokens, not over a dim of the stream \(2, 36\) with the example inputs: windows or pooled keys"
+    with pytest.raises(BlockError, match=words):
+        modpass.mod_transform(Pieces(), 0.5, example_inputs=(torch.randn(2, 5, 18, 18),))
 
 
 def test_a_quantile_is_worked_out_before_export() -> None:

@@ -12,7 +12,9 @@ import torch
 
 from modpass.errors import StateError, VerificationError
 from modpass.exporters.manifest import DataFile, Manifest, RoutedSpec, TensorSpec, manifest_path, versions
+from modpass.exporters.sealed import write_sealed
 from modpass.files import sha256
+from tests.sealing import change
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def test_a_saved_manifest_is_read_back_equal_and_is_plain_json(file: Path) -> No
     manifest.save(manifest_path(file))
     assert Manifest.load(manifest_path(file)) == manifest
     raw = json.loads(manifest_path(file).read_text())
-    assert raw["schema"] == 1
+    assert raw["schema"] == 2
     assert raw["routed_blocks"]["layers.1"]["k"] == 128
     assert raw["inputs"] == [{"name": "input_ids", "shape": [1, 1024], "dtype": "int64"}]
     assert "flavor" not in raw
@@ -56,7 +58,7 @@ def test_an_engine_manifest_keeps_its_facts(file: Path) -> None:
         manifest_of(file),
         kind="engine",
         flavor="tensorrt-rtx",
-        compute_capability="8.9",
+        compute_capabilities=("8.9", "12.0"),
         onnx_sha256="ab",
         build_seconds=1.5,
         bytes=10,
@@ -95,9 +97,11 @@ def test_a_changed_or_missing_data_file_is_refused(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("facts", "message"),
     [
-        ({"schema": 2}, "has schema 2, this modpass .* reads schema 1"),
+        ({"schema": 1}, r"has schema 1, of an older modpass; this one \(.*\) reads schema 2; export the model again"),
+        ({"schema": 3}, r"has schema 3, of a newer modpass; this one \(.*\) reads schema 2; install the newer one, or"),
+        ({"schema": True}, "has schema True, which is no version"),
         ({"kind": "pickle"}, "kind is 'pickle', allowed are 'onnx' and 'engine'"),
         ({"opset": "18"}, "'opset' must be int, found '18'"),
         ({"opset": True}, "'opset' must be int, found True"),
@@ -110,13 +114,14 @@ def test_a_changed_or_missing_data_file_is_refused(file: Path) -> None:
         ({"routed_blocks": {"b": {"k": 1.5}}}, r"routed_blocks\['b'\]\.k' must be int, found 1\.5"),
         ({"sha": "x"}, "unknown field 'sha'"),
         ({"parity": 3}, "'parity' must be dict or null, found 3"),
-        ({"data": {"file": "../x", "sha256": "0"}}, "must be a plain file name"),
+        ({"data": {"file": "../x", "sha256": "0"}}, "data.file must be a plain file name"),
+        ({"probe": {"file": "/x", "sha256": "0"}}, "probe.file must be a plain file name"),
+        ({"compute_capabilities": "8.9"}, "'compute_capabilities' must be list, found '8.9'"),
     ],
 )
-def test_a_wrong_field_is_named(file: Path, change: dict[str, Any], message: str) -> None:
+def test_a_wrong_field_is_named(file: Path, facts: dict[str, Any], message: str) -> None:
     manifest_of(file).save(manifest_path(file))
-    raw = json.loads(manifest_path(file).read_text())
-    manifest_path(file).write_text(json.dumps({**raw, **change}))
+    change(manifest_path(file), **facts)
     with pytest.raises(StateError, match=message):
         Manifest.load(manifest_path(file))
 
@@ -128,10 +133,28 @@ def test_a_missing_field_a_missing_file_and_broken_json_are_told_apart(file: Pat
     with pytest.raises(StateError, match="cannot be read"):
         Manifest.load(manifest_path(file))
     manifest_path(file).write_text("[]")
-    with pytest.raises(StateError, match="has schema 'list'"):
+    with pytest.raises(StateError, match="holds a list, not an object"):
         Manifest.load(manifest_path(file))
-    manifest_path(file).write_text('{"schema": 1, "kind": "onnx"}')
+    manifest_path(file).write_text('{"schema": 2, "kind": "onnx"}')
+    with pytest.raises(StateError, match="does not end with its own digest, so it has been changed"):
+        Manifest.load(manifest_path(file))
+    write_sealed(manifest_path(file), 2, {"kind": "onnx"})
     with pytest.raises(StateError, match=r"misses fields: .*'file'"):
+        Manifest.load(manifest_path(file))
+
+
+@pytest.mark.parametrize("at", ["indentation", "value", "digest", "end"])
+def test_any_changed_byte_of_a_manifest_is_noticed(file: Path, at: str) -> None:
+    manifest_of(file).save(manifest_path(file))
+    text = manifest_path(file).read_text()
+    changed = {
+        "indentation": text.replace("\n  ", "\n\t", 1),
+        "value": text.replace("1024", "1025", 1),
+        "digest": text[:-5] + ("0" if text[-5] != "0" else "1") + text[-4:],
+        "end": text + "\n",
+    }[at]
+    manifest_path(file).write_text(changed)
+    with pytest.raises(StateError, match=r"its digest does not fit|does not end with its own digest"):
         Manifest.load(manifest_path(file))
 
 

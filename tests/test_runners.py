@@ -14,9 +14,17 @@ from torch import Tensor
 
 from modpass.bench import RUNNERS, Plan, Row, Runner, measure, runners_named
 from modpass.bench.tensorrt_runner import memory
-from modpass.errors import BuildError, InputError
+from modpass.errors import BuildError, InputError, VerificationError
 from modpass.exporters import trt_api
 from modpass.exporters.engine import Engine
+from modpass.exporters.manifest import Manifest, TensorSpec
+from modpass.exporters.plan import CheckedPlan
+
+SPECS = Manifest(
+    "engine", "m.engine", "00", 18, "float32",
+    inputs=(TensorSpec("ids", (1, 3), "int64"), TensorSpec("scale", (1,), "float16")),
+    outputs=(TensorSpec("logits", (1, 3, 5), "float32"),),
+)  # fmt: skip
 
 
 def measured(runner: Runner, folder: Path) -> Row:
@@ -47,7 +55,7 @@ class TestMeasure:
 
     def test_on_a_gpu_the_device_is_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         waits: list[None] = []
-        monkeypatch.setattr("modpass.bench.run.synchronize_gpu", lambda: waits.append(None))
+        monkeypatch.setattr("modpass.bench.measuring.synchronize_gpu", lambda: waits.append(None))
         measured(Counting(device="cpu"), tmp_path)
         assert not waits
         measured(Counting(device="cuda"), tmp_path)
@@ -125,12 +133,12 @@ class TestEngine:
         return self.read(fake, tmp_path)
 
     def read(self, fake: FakeEngine | None, folder: Path) -> Engine:
-        (folder / "m.engine").write_bytes(b"plan")
         runtime = SimpleNamespace(deserialize_cuda_engine=lambda plan: fake)
         module = SimpleNamespace(
             TensorIOMode=SimpleNamespace(INPUT="INPUT"), Runtime=lambda logger: runtime, __version__="10.9"
         )
-        return Engine(trt_api.TensorRT(trt_api.FLAVORS["tensorrt"], module, None, trt_api.Log()), folder / "m.engine")
+        plan = CheckedPlan(folder / "m.engine", b"plan", SPECS)
+        return Engine(trt_api.TensorRT(trt_api.FLAVORS["tensorrt"], module, None, trt_api.Log()), plan)
 
     def test_every_tensor_gets_memory_of_its_own_dtype_and_shape(self, engine: Engine, fake: FakeEngine) -> None:
         tensors = memory(engine, self.inputs, "cpu")
@@ -161,6 +169,29 @@ class TestEngine:
             self.read(None, tmp_path)
         with pytest.raises(BuildError, match="made no run of"):
             engine.run(7)
+
+    def test_a_plan_that_was_not_checked_is_not_read(self, tmp_path: Path) -> None:
+        api: Any = SimpleNamespace(module=None)
+        with pytest.raises(TypeError, match="an engine is made from a CheckedPlan, not from a PosixPath"):
+            Engine(api, tmp_path)  # type: ignore[arg-type]
+
+    def test_an_engine_that_is_not_what_its_manifest_says_is_refused(self, fake: FakeEngine, tmp_path: Path) -> None:
+        fake.tensors = (("ids", "INPUT", "INT64", (1, 4)), *fake.tensors[1:])
+        with pytest.raises(VerificationError, match=r"'ids' of the engine .* is \[1, 4\] of int64, its manifest says"):
+            self.read(fake, tmp_path)
+        fake.tensors = (("key", "INPUT", "INT64", (1, 3)),)
+        with pytest.raises(VerificationError, match=r"'key' of .* its manifest says nothing of it"):
+            self.read(fake, tmp_path)
+
+    def test_plans_are_deserialised_in_one_place(self) -> None:
+        room = Path(__file__).parents[1]
+        files = [
+            *(room / "exporters").glob("*.py"),
+            *(room / "bench").glob("*.py"),
+            *(room / "modpass").glob("**/*.py"),
+        ]
+        found = {f.name for f in files if "deserialize_cuda_engine" in f.read_text()}
+        assert found == {"engine.py"}
 
     def test_a_dtype_that_torch_lacks_is_refused(self, fake: FakeEngine, tmp_path: Path) -> None:
         fake.tensors = (("ids", "INPUT", "INT4", (1, 3)), *fake.tensors[1:])

@@ -16,6 +16,7 @@ from modpass.errors import BlockError, InputError, StateError, VerificationError
 from modpass.exporters import DecoderSession, export_decoder
 from modpass.exporters.sampling import Sampler
 from tests.decoders import LENGTH, causal, dense, full_forward, tiny_folder
+from tests.sealing import change
 
 PROMPTS = [[5, 9, 11, 40, 33, 2], [7, 8, 9], [3, 4, 5, 6, 7, 8, 9, 10, 11], [60]]
 
@@ -119,7 +120,7 @@ def test_what_a_session_cannot_do_is_refused_in_words(
 
 
 def test_a_changed_or_missing_file_is_refused_before_it_is_loaded(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"there is no '.*decoder.json'"):
+    with pytest.raises(StateError, match=r"there is no manifest '.*decoder.json'"):
         DecoderSession(tmp_path)
     for name in ("prefill.onnx", "decode.onnx"):
         copy = tmp_path / name
@@ -136,10 +137,9 @@ def test_a_changed_or_missing_file_is_refused_before_it_is_loaded(folder: Path, 
 def test_a_file_name_that_leaves_the_folder_is_refused(folder: Path, tmp_path: Path) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    facts = json.loads((tmp_path / "decoder.json").read_text())
-    facts["files"]["../outside"] = "00"
-    (tmp_path / "decoder.json").write_text(json.dumps(facts))
-    with pytest.raises(VerificationError, match="missing"):
+    files = json.loads((tmp_path / "decoder.json").read_text())["files"]
+    change(tmp_path / "decoder.json", files={**files, "../outside": "00"})
+    with pytest.raises(VerificationError, match=r"names the file '\.\./outside', which leads out of the folder"):
         DecoderSession(tmp_path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from modpass.exporters.onnx_device import OnnxRuntimeCudaBackend
 from modpass.exporters.settle import Places
 from modpass.exporters.tensorrt_backend import TensorRTBackend
 from tests.decoders import LENGTH, causal, dense
+from tests.sealing import change
 from tests.trt_fake import fake_build, fake_runtime
 
 PROMPTS = [[5, 9, 11, 40, 33, 2], [7, 8, 9], [3, 4, 5, 6, 7, 8, 9, 10, 11], [60]]
@@ -180,11 +180,15 @@ def test_a_swap_copies_and_keeps_the_addresses(tiny: Path) -> None:
 
 
 def spoil(folder: Path, name: str, **facts: Any) -> None:
-    path = folder / f"{name}.engine.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+    change(folder / f"{name}.engine.json", **facts)
 
 
 def changed(folder: Path) -> None:
+    path = folder / "decode.engine"
+    path.write_bytes(path.read_bytes()[:-1] + b" ")
+
+
+def longer(folder: Path) -> None:
     path = folder / "decode.engine"
     path.write_bytes(path.read_bytes() + b" ")
 
@@ -200,17 +204,24 @@ def changed(folder: Path) -> None:
         (VerificationError, lambda f: spoil(f, "prefill", onnx_sha256="00"),
          r"prefill.engine' was built from another prefill.onnx than the one beside it; build it with"),
         (VerificationError, changed, r"decode.engine' is not the file its manifest was written for"),
+        (VerificationError, longer, r"decode.engine' has \d+ bytes, its manifest says \d+; build it with"),
+        (StateError, lambda f: spoil(f, "decode", versions={"tensorrt": "10.8"}),
+         r"decode.engine' was built by TensorRT 10.8, this is 10.9, and a plan is read by its own version alone;"),
+        (StateError, lambda f: spoil(f, "decode", versions={}), r"was built by TensorRT of an unknown version, this"),
+        (StateError, lambda f: spoil(f, "decode", outputs=[]), r"the decode graph returns 'output', but it does not"),
         (BuildError, lambda f: spoil_plan(f), "made no engine of .*decode.engine': Error Code 6: the engine was built"),
     ],
-    ids=["no engine", "no manifest", "other flavour", "other graph", "changed", "refused"],
+    ids=["no engine", "no manifest", "other flavour", "other graph", "changed", "longer", "other version", "no version",
+         "other shapes", "refused"],
 )  # fmt: skip
 def test_engines_are_checked_before_they_are_run(
     error: type[Exception], break_it: Callable[[Path], None], words: str, tiny: Path, install: Install
 ) -> None:
-    install()
+    module = install()
     break_it(tiny)
     with pytest.raises(error, match=words):
         DecoderSession(tiny, TensorRTBackend("tensorrt", "cpu"))
+    assert error is BuildError or module.engines == []
 
 
 def spoil_plan(folder: Path) -> None:
@@ -220,7 +231,7 @@ def spoil_plan(folder: Path) -> None:
     path.write_text("other")
     from modpass.files import sha256
 
-    spoil(folder, "decode", sha256=sha256(path))
+    spoil(folder, "decode", sha256=sha256(path), bytes=5)
 
 
 def test_engines_for_another_gpu_are_refused_with_the_command_for_this_one(tiny: Path, install: Install) -> None:

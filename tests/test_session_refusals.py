@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from modpass.errors import ExportError, InputError, StateError
 from modpass.exporters import DecoderManifest, DecoderSession, export_decoder
 from modpass.exporters.sampling import Sampler
 from tests.decoders import tiny_folder
+from tests.sealing import change
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,7 @@ def edited(folder: Path, target: Path, **facts: Any) -> Path:
     target.mkdir()
     for file in folder.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
-    raw = {**json.loads((folder / "decoder.json").read_text()), **facts}
-    (target / "decoder.json").write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
+    change(target / "decoder.json", **facts)
     return target
 
 
@@ -138,7 +137,7 @@ def test_a_folder_that_is_no_decoder_folder_is_refused(tmp_path: Path) -> None:
     file.write_text("{}")
     for path in (tmp_path, tmp_path / "absent", file):
         with pytest.raises(
-            StateError, match=r"there is no '.*decoder.json', so '.*' is no decoder folder; 'modpass exp"
+            StateError, match=r"there is no manifest '.*decoder.json'; so '.*' is no decoder folder; 'modpass exp"
         ):
             DecoderSession(path)
     (tmp_path / "decoder.json").write_bytes(b"\xff\xfe")

@@ -11,7 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from modpass.bench.isoflop import FULL, QUICK, Plan, isoflop, study_table, verdict
+from modpass.bench.isoflop import FULL, QUICK, Plan, isoflop
+from modpass.bench.study_report import study_markdown, study_table, verdict
 from modpass.bench.study_run import Run, RunResult, Setup, train
 from modpass.bench.study_text import Corpus
 from modpass.cli import app
@@ -43,6 +44,8 @@ def test_every_run_gets_the_same_operations_and_learns(tmp_path: Path) -> None:
     assert mod.flops_per_step < 0.8 * dense.flops_per_step
     assert noise.causal is dense.causal is None
     assert mod.causal is not None
+    assert mod.causal_tight is not None
+    assert all(r.step_s > 0 for r in results)
     assert 0 < (mod.accuracy or 0) <= 1
     record = json.loads((tmp_path / "isoflop.json").read_text())
     assert [r["loss"] for r in record["results"]] == [r.loss for r in results]
@@ -87,20 +90,32 @@ def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
 
 def test_the_verdict_compares_the_best_of_each_kind() -> None:
     def result(name: str, loss: float, **setup: object) -> RunResult:
-        base = {"name": name, "width": 8, "every": 0, "selection": "expert_choice", **setup}
-        return RunResult(base, 1, 10, 1, step_s=2.0, loss=loss, causal=loss * 1.01, accuracy=0.9)
+        base = {"name": name, "width": 8, "every": 0, "selection": "expert_choice", "seed": 0, **setup}
+        causal = {"causal": loss * 1.01, "causal_tight": loss * 1.02}
+        return RunResult(base, 1, 10, 1, step_s=2.0, loss=loss, accuracy=0.9, **causal)
 
     results = [result("a", 2.0), result("b", 1.5, width=16), result("c", 1.2, every=2), result("d", 1.8, every=2)]
     results += [result("e", 1.0, every=1), result("f", 2.4, every=2, selection="stochastic")]
-    assert verdict([*results[:2], result("g", 1.1, every=2, width=16), *results[2:]])["stochastic"] == pytest.approx(
-        2.0
-    )
+    wider, again = result("g", 1.1, every=2, width=16), result("h", 0.5, every=2, seed=1)
+    with_both = verdict([*results, wider, again])
+    assert with_both["stochastic"] == pytest.approx(2.4 / ((1.2 + 1.8 + 0.5) / 3)), "another width counted"
+    assert with_both["loss"] == pytest.approx(1.1 / 1.5), "the best of several seeds is no fair best"
     results[2].step_s, results[2].flops_per_step = 1.0, 5
     found = verdict(results)
     assert found == pytest.approx(
-        {"loss": 0.8, "step": 0.5, "flops": 0.5, "stochastic": 2.0, "causal": 1.01, "accuracy": 0.9}
+        {
+            "loss": 0.8,
+            "step": 0.5,
+            "flops": 0.5,
+            "stochastic": 2.4 / 1.5,
+            "stochastic_least": 2.4 / 1.8,
+            "causal": 1.01,
+            "causal_tight": 1.02,
+            "accuracy": 0.9,
+        }
     )
-    assert study_table(results)[0] == ("a", "1", "1", "2.000", "2.0000", "2.0200", "90.0%")
+    assert study_table(results)[0] == ("a", "1", "1", "2000", "2.0000", "2.0200", "2.0400", "90.0%")
+    assert "stochastic_least 1.3333; causal 1.0100" in study_markdown(results, RUN)
     with pytest.raises(InputError, match="a comparison needs a dense and a routed run"):
         verdict(results[:2])
 
@@ -136,4 +151,5 @@ def test_the_command_prints_each_run_and_where_the_files_are(monkeypatch: pytest
     found = CliRunner().invoke(app, ["study", "isoflop", "--quick", "--out", str(tmp_path)])
     assert found.exit_code == 0, found.output
     assert re.search(r"mod .*\d\.\d{4}.*%", found.output)
-    assert "isoflop.png" in found.output
+    assert "isoflop.json" in found.output
+    assert "| mod | " in (tmp_path / "isoflop.md").read_text()

@@ -30,7 +30,7 @@ def test_a_float32_model_builds_and_its_manifest_describes_it(tmp_path: Path, ca
     built = build_engine(path, tmp_path / "mlp.engine", compute_capability=capability, progress=False)
     assert Manifest.load(tmp_path / "mlp.engine.json") == built
     built.check(tmp_path / "mlp.engine")
-    assert (built.kind, built.flavor, built.compute_capability) == ("engine", "tensorrt-rtx", capability)
+    assert (built.kind, built.flavor, built.compute_capabilities) == ("engine", "tensorrt-rtx", (capability,))
     assert built.onnx_sha256 == sha256(path)
     assert built.bytes == (tmp_path / "mlp.engine").stat().st_size
     assert built.inputs == (TensorSpec("x", (1, 8, 16), "float32"),)
@@ -128,10 +128,26 @@ def test_the_known_compute_capabilities_are_those_of_the_installed_module() -> N
     ({"optimization_level": 6}, "optimization_level is 6, allowed are 0 to 5"),
     ({"workspace_bytes": 0}, "workspace_bytes is 0, it must be a positive number"),
     ({"timing_cache": "t.cache"}, "timing_cache has no effect in TensorRT-RTX"),
+    ({"compute_capability": ()}, "compute_capability is empty; name at least one"),
+    ({"profiling_verbosity": "loud"}, "profiling_verbosity is 'loud', allowed are none, layer_names_only, detailed"),
 ])  # fmt: skip
 def test_a_flag_out_of_range_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         build_engine(write(tmp_path / "mlp.onnx", MLP), tmp_path / "e", **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("option", ["refit", "strip_weights"])
+def test_weights_that_can_change_need_a_gpu_while_rtx_builds(tmp_path: Path, option: str) -> None:
+    with pytest.raises(BuildError, match=f"{option} needs an NVIDIA GPU while TensorRT-RTX builds, and PyTorch sees"):
+        build_engine(write(tmp_path / "mlp.onnx", MLP), tmp_path / "e", **{option: True})
+
+
+def test_an_engine_is_not_built_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "mlp.onnx", MLP)
+    Manifest("engine", path.name, sha256(path), 18, "float32").save(manifest_path(path))
+    with pytest.raises(InputError, match="is an engine already; give the ONNX file that it was built from"):
+        build_engine(path, tmp_path / "e")
 
 
 def test_a_missing_and_a_broken_onnx_file_are_told_apart(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from modpass.errors import BuildError
+from modpass.errors import BuildError, InputError
 from modpass.exporters import trt_api
 from modpass.exporters.tensorrt import build_engine
 from tests.onnx_text import MLP, write
@@ -49,6 +49,7 @@ class FakeBuilder:
         self.config = SimpleNamespace(
             set_memory_pool_limit=limit, create_timing_cache=make_cache,
             set_timing_cache=lambda cache, ignore_mismatch: "mismatch" not in broken,
+            set_flag=lambda flag: asked.setdefault("flags", []).append(flag.name),
         )  # fmt: skip
         return self.config
 
@@ -72,6 +73,8 @@ def fake(version: str, broken: frozenset[str]) -> Any:
     module.IProgressMonitor = type("IProgressMonitor", (), {})
     module.Severity = flags("Severity", INTERNAL_ERROR=0, ERROR=1, WARNING=2)
     module.MemoryPoolType = flags("MemoryPoolType", WORKSPACE=0)
+    module.BuilderFlag = flags("BuilderFlag", REFIT=2, STRIP_PLAN=19 if old else 18)
+    module.ProfilingVerbosity = flags("ProfilingVerbosity", LAYER_NAMES_ONLY=0, NONE=1, DETAILED=2)
     creation = {"EXPLICIT_BATCH": 0, "STRONGLY_TYPED": 1, "PREFER_JIT": 2} if old else {"STRONGLY_TYPED": 0}
     module.NetworkDefinitionCreationFlag = flags("NetworkDefinitionCreationFlag", **creation)
 
@@ -132,6 +135,27 @@ def test_full_tensorrt_gets_the_strongly_typed_bit_of_its_own_version(
     assert module.asked["cache in"] == b"timings"
 
 
+def test_full_tensorrt_gets_the_flags_of_its_own_version(install: Install, tmp_path: Path) -> None:
+    module = install("11.4.0")
+    path = write(tmp_path / "m.onnx", MLP)
+    built = build_engine(
+        path, tmp_path / "e", "tensorrt", "9.0", refit=True, strip_weights=True, profiling_verbosity="detailed",
+        progress=False,
+    )  # fmt: skip
+    assert module.asked["flags"] == ["REFIT", "STRIP_PLAN"]
+    assert module.asked["config"].profiling_verbosity == module.ProfilingVerbosity.DETAILED
+    assert built.stripped
+    module.BuilderFlag = flags("BuilderFlag", REFIT=2)
+    with pytest.raises(BuildError, match=r"TensorRT 11\.4\.0 has no builder flag STRIP_PLAN; build without it"):
+        build_engine(path, tmp_path / "e", "tensorrt", "9.0", strip_weights=True, progress=False)
+
+
+def test_full_tensorrt_builds_for_one_target(install: Install, tmp_path: Path) -> None:
+    install("11.4.0")
+    with pytest.raises(InputError, match=r"for the GPU of this machine alone; compute_capability is 8\.9, 9\.0: give"):
+        build_engine(write(tmp_path / "m.onnx", MLP), tmp_path / "e", "tensorrt", ("8.9", "9.0"), progress=False)
+
+
 def test_a_later_version_without_the_flag_gets_no_flag(install: Install, tmp_path: Path) -> None:
     module = install("12.0.0")
     module.NetworkDefinitionCreationFlag = flags("NetworkDefinitionCreationFlag", PREFER_AOT=2)
@@ -180,7 +204,7 @@ def test_one_logger_serves_all_builds_of_a_process(install: Install) -> None:
 def test_the_target_of_rtx_is_set_by_name_and_an_unknown_one_is_named() -> None:
     api = trt_api.load("tensorrt-rtx")
     config = api.config(api.builder())
-    api.target(config, "12.0")
+    api.target(config, ("12.0",))
     assert config.get_compute_capability(0) == api.module.ComputeCapability.SM120
     with pytest.raises(BuildError, match=r"has no compute capability 9\.0; it has SM120, SM121, SM75"):
-        api.target(config, "9.0")
+        api.target(config, ("9.0",))

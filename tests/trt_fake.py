@@ -104,6 +104,7 @@ def fake_build(folder: Path, flavor: str = "tensorrt", capability: str = "8.9", 
         engine.write_text(f"{graph}\n{mark if name == 'decode' else ''}")
         facts = Manifest.load(manifest_path(graph))
         replace(
-            facts, kind="engine", file=engine.name, data=None, flavor=flavor, compute_capability=capability,
-            onnx_sha256=facts.sha256, sha256=sha256(engine),
+            facts, kind="engine", file=engine.name, data=None, flavor=flavor, compute_capabilities=(capability,),
+            onnx_sha256=facts.sha256, sha256=sha256(engine), bytes=engine.stat().st_size,
+            versions={**facts.versions, "tensorrt": "10.9", "tensorrt_rtx": "10.9"},
         ).save(manifest_path(engine))  # fmt: skip

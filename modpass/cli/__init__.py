@@ -13,7 +13,20 @@ from typing import Annotated, Any
 
 import typer
 
-from modpass.cli import bench, build, coverage, decoder, export, generate, inspect, study, transform
+from modpass.cli import (
+    bench,
+    build,
+    coverage,
+    decoder,
+    export,
+    generate,
+    inspect,
+    plan,
+    plan_report,
+    study,
+    transform,
+    verify,
+)
 from modpass.errors import ModpassError
 from modpass.version import __version__
 
@@ -41,7 +54,10 @@ app.command("export")(export.command)
 app.command("export-decoder")(decoder.command)
 app.command("generate")(generate.command)
 app.command("build")(build.command)
+app.command("plan-report")(plan_report.command)
+app.command("verify")(verify.command)
 app.command("bench")(bench.command)
+app.command("plan")(plan.command)
 app.command("coverage")(coverage.command)
 app.add_typer(study.app, name="study")
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from modpass.cli.console import console, mebibytes
+from modpass.cli.plan_report import show
 
 __all__ = ["command"]
 
@@ -38,8 +39,12 @@ Flavor = Annotated[
     ),
 ]
 Capability = Annotated[
-    str,
-    typer.Option("--compute-capability", metavar="X.Y", help="The target GPU: 8.6 Ampere, 8.9 Ada, 12.0 Blackwell."),
+    list[str],
+    typer.Option(
+        "--compute-capability",
+        metavar="X.Y",
+        help="The target GPU: 8.6 Ampere, 8.9 Ada, 12.0 Blackwell. Repeat it for one engine of several (TensorRT-RTX).",
+    ),
 ]
 Level = Annotated[
     int | None,
@@ -72,16 +77,32 @@ TimingCache = Annotated[
         help="Kernel timings, read if there and written back. TensorRT only.",
     ),
 ]
+ProfilingVerbosity = Annotated[
+    Literal["none", "layer_names_only", "detailed"] | None,
+    typer.Option(
+        "--profiling-verbosity", show_default="TensorRT's", help="What the engine can tell of its layers on a GPU."
+    ),
+]
+Refit = Annotated[bool, typer.Option("--refit", help="Let weights be replaced in the built engine. Needs a GPU.")]
+Strip = Annotated[
+    bool,
+    typer.Option("--strip-weights", help="Leave the weights out; they are read from the ONNX file. Needs a GPU."),
+]
+ReportOption = Annotated[bool, typer.Option("--report", help="Print what 'modpass plan-report' says of the engine.")]
 
 
 def command(
     onnx: Onnx,
     engine: Engine = None,
     flavor: Flavor = "tensorrt-rtx",
-    compute_capability: Capability = "8.9",
+    compute_capability: Capability = ["8.9"],  # noqa: B006  # typer makes a new list each time
     optimization_level: Level = None,
     workspace: Workspace = None,
     timing_cache: TimingCache = None,
+    profiling_verbosity: ProfilingVerbosity = None,
+    refit: Refit = False,
+    strip_weights: Strip = False,
+    report: ReportOption = False,
 ) -> None:
     """Build a TensorRT engine. Needs pip install 'modpass[tensorrt-rtx]' or 'modpass[tensorrt]'."""
     from modpass.exporters import build_engine
@@ -90,13 +111,16 @@ def command(
         manifest = build_engine(
             source, target, flavor, compute_capability, optimization_level=optimization_level,
             workspace_bytes=None if workspace is None else workspace * 2**20, timing_cache=timing_cache,
+            profiling_verbosity=profiling_verbosity, refit=refit, strip_weights=strip_weights,
             progress=sys.stderr.isatty(),
         )  # fmt: skip
         console().print(
             f"wrote {target} ({mebibytes(manifest.bytes or 0)}, {flavor}, compute capability "
-            f"{compute_capability}) in {manifest.build_seconds:.1f} s",
+            f"{' and '.join(manifest.compute_capabilities)}) in {manifest.build_seconds:.1f} s",
             markup=False,
         )
+        if report:
+            show([target], kernels=0)
 
 
 def _pairs(onnx: Path, engine: Path | None) -> list[tuple[Path, Path]]:

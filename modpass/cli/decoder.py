@@ -73,7 +73,8 @@ def command(
             traced, out, batch=batch, prompt=prompt, max_sequence=max_sequence, skipping=skipping,
             tokenizer=_tokenizer(model),
         )  # fmt: skip
-    sizes = ", ".join(f"{n} {mebibytes((out / n).stat().st_size)}" for n in manifest.files)
+    files = [n for n in manifest.files if "/" not in n]  # without those of the tokenizer
+    sizes = ", ".join(f"{n} {mebibytes((out / n).stat().st_size)}" for n in files)
     caches = [*manifest.caches, *(c for r in manifest.routing for c in r.caches)]
     console().print(f"wrote {out} ({sizes})", markup=False)
     console().print(

@@ -28,6 +28,8 @@ from modpass.cli.options import (
     Sequence,
     parse_dims,
 )
+from modpass.cli.precision import MaxError, Quantise, refuse_precision
+from modpass.cli.serving import Buckets, Instances, OutFolder, Serving, Triton
 from modpass.cli.source import Routing, load_source, refuse_routed, traced_dense
 from modpass.model import RoutedModel
 
@@ -36,17 +38,13 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-# Largest relative difference of an output, and smallest share of equal token choices, by the file's dtype: in
-# half precision a score that is nearly another's may fall on its other side.
-BOUNDS = {"float32": (1e-4, 1.0), "float16": (5e-2, 0.9), "bfloat16": (2e-1, 0.8)}
-
 Out = Annotated[
-    Path,
+    Path | None,
     typer.Argument(
         metavar="OUT.onnx",
         dir_okay=False,
         show_default=False,
-        help="The file to write; its manifest OUT.onnx.json is written beside it.",
+        help="The file to write, with its manifest OUT.onnx.json beside it; left out with --buckets and --triton.",
     ),
 ]
 Opset = Annotated[int, typer.Option("--opset", metavar="N", min=18, max=20, help="ONNX operator set.")]
@@ -70,7 +68,7 @@ Verify = Annotated[
 
 def command(
     model: Model,
-    out: Out,
+    out: Out = None,
     batch: Batch = 1,
     sequence: Sequence = None,
     dim: Dims = None,
@@ -88,37 +86,56 @@ def command(
     seed: Seed = 0,
     verify: Verify = None,
     factory: Factory = None,
+    buckets: Buckets = None,
+    folder: OutFolder = None,
+    triton: Triton = None,
+    instances: Instances = 1,
+    quantise: Quantise = None,
+    max_error: MaxError = None,
 ) -> None:
     """Write MODEL as ONNX in which every dim is a number.
 
-    A dense MODEL is transformed first, unless --dense.
+    A dense MODEL is transformed first, unless --dense. With --buckets or --triton several shapes are written at once,
+    for servers.
     """
     from modpass.exporters import FixedShape, export_onnx
     from modpass.exporters import verify as compare
+    from modpass.exporters.verify import recorded
 
+    serving = Serving(buckets, folder, triton, instances, out)
+    refuse_precision(quantise, max_error, verify, out)
     routing = Routing(capacity, every, blocks, gate, selection, padding_mask, parts, check)
     if dense and routing.given():
         flag = next(iter(routing.given())).replace("_", "-")
         message = f"a dense model has no routed block; leave out --{flag}"
         raise typer.BadParameter(message, param_hint="'--dense'")
-    shape = FixedShape(batch, sequence, parse_dims(dim))
+    dims = parse_dims(dim)
+    shapes = [FixedShape(*s, dims) for s in serving.shapes(batch, sequence)]
+    if serving.repack(model):
+        return
     with status("loading"):
         source = load_source(model, factory=factory)
     if dense:
         refuse_routed(source, "dense")
     with status("tracing"):
         traced = traced_dense(source) if dense else routing.apply(source, seed)
-    _check_sizes(traced, shape)
+    _check_sizes(traced, shapes[0])
+    if out is None:
+        sizes = [(s.batch, s.sequence) for s in shapes]
+        serving.write(traced, sizes, source.name, verify, dims=dims, opset=opset, dtype=dtype)
+        return
     with status("exporting"):
-        manifest = export_onnx(traced, out, shape, opset, dtype)
+        manifest = export_onnx(traced, out, shapes[0], opset, dtype, quantise, max_error)
     _print_written(out, manifest)
-    if verify is None and manifest.dtype == "bfloat16":
+    if max_error is not None:
+        console().print(f"within {max_error:g} of PyTorch in ONNX Runtime, {recorded(manifest)}", markup=False)
+    elif verify is None and manifest.dtype == "bfloat16":
         console().print("not compared with PyTorch: ONNX Runtime cannot run bfloat16 on a CPU")
     elif verify is not False:
         with status("comparing with PyTorch"):
             report = compare(traced, out)
         console().print(f"ONNX Runtime beside PyTorch, {report}", markup=False)
-        report.check(*BOUNDS[manifest.dtype])
+        report.check()
 
 
 def _check_sizes(model: RoutedModel, shape: FixedShape) -> None:
@@ -141,6 +158,8 @@ def _print_written(out: Path, manifest: Manifest) -> None:
     screen.print(table)
     for name, block in manifest.routed_blocks.items():
         tokens = f"{block.k} of {block.sequence} tokens"
-        screen.print(f"{name}: {tokens} (capacity {block.capacity:g})", markup=False)
-    facts = f"{mebibytes(out.stat().st_size)}, opset {manifest.opset}, {manifest.dtype}"
+        how = ", by bisection: TensorRT's TopK ends at 3840" if block.selector == "bisection" else ""
+        screen.print(f"{name}: {tokens} (capacity {block.capacity:g}{how})", markup=False)
+    few = f", weights {manifest.weights}" if manifest.weights else ""
+    facts = f"{mebibytes(out.stat().st_size)}, opset {manifest.opset}, {manifest.dtype}{few}"
     screen.print(f"wrote {out} ({facts}) and {out}.json", markup=False)

@@ -53,10 +53,11 @@ def command(
 
     Text comes as it is made; at the end it says how fast it went and how often routed blocks were skipped.
     """
-    from modpass.exporters.decoder_manifest import DecoderManifest
+    from modpass.exporters.decoder_manifest import TOKENIZER, DecoderManifest
     from modpass.exporters.session import DecoderSession
 
-    DecoderManifest.load(folder)  # a folder of another kind is refused for that, not for its lack of a tokenizer
+    # a folder of another kind is refused for that, not for its lack of a tokenizer
+    DecoderManifest.load(folder).check(folder, f"{TOKENIZER}/")
     tokenizer = _tokenizer(folder)
     session = DecoderSession(folder, backend)
     ids = _encode(tokenizer, prompt, chat)
