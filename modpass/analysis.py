@@ -430,12 +430,15 @@ def _broadcast_shape(node: fx.Node, side: fx.Node) -> tuple[Expr, ...] | None:
     keys = {"scaled_dot_product_attention": node.args[1:3], "matmul": node.args[1:2], "bmm": node.args[1:2]}
     if side in keys.get(name_of(node), ()) and len(shape_of(value_of(side))) >= 3:
         return shape_of(value_of(side))  # keys and values made by another layer: those of the chosen tokens
+    if name_of(node) == "matmul" and side is node.args[0]:
+        own, out = shape_of(value_of(side)), shape_of(value_of(node))
+        return (*out[:-2], *own[-2:]) if len(own) > 2 and own[-1].is_Integer and own[-2].is_Integer else None
     if name_of(node) == "scaled_dot_product_attention":
         query, key = (shape_of(value_of(a)) for a in node.args[:2] if isinstance(a, fx.Node))
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
         return (*query[:-1], key[-2]) if mask is side else None
-    if name_of(node) == "baddbmm" and node.args[0] is side:
-        return shape_of(value_of(node))
+    if (name_of(node), side) in (("baddbmm", node.args[0]), ("gather", node.args[-1])):
+        return shape_of(value_of(node))  # the places that a gather reads are shaped like what it makes
     return shape_of(value_of(node)) if is_pointwise(node) or name_of(node) in ("cat", "concat") else None
 
 
