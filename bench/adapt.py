@@ -41,26 +41,26 @@ def _level(layers: int, routed: Sequence[tuple[str, float]]) -> tuple[Variant, .
 
 def _tuned(layers: int, capacity: float) -> tuple[Variant, ...]:
     routed = [
-        Variant(f"route-mlp-{capacity:g}-{layers}-{t}", layers, "route", "mlp", capacity, t)
+        Variant(f"route-block-{capacity:g}-{layers}-{t}", layers, "route", "block", capacity, t)
         for t in ("routers", "lora", "distil")
     ]
     return (*routed, Variant(f"drop-{layers}-distil", layers, "drop", tune="distil"))
 
 
 DENSE = Variant("dense")
-_ROUTED = (("block", 0.5), ("mlp", 0.5))
+_ROUTED = (("block", 0.2), ("mlp", 0.5))
 FULL = AdaptPlan(
     (
         DENSE,
-        *_level(4, (*_ROUTED, ("block", 0.75), ("mlp", 0.25))),
+        *_level(4, (*_ROUTED, ("block", 0.33), ("block", 0.5))),
         *_level(2, _ROUTED),
-        *_level(6, (("block", 0.5), ("mlp", 0.25))),
-        *_tuned(4, 0.5),
+        *_level(6, _ROUTED),
+        *_tuned(4, 0.2),
     ),
     Run(),
 )
 QUICK = AdaptPlan(
-    (DENSE, *_level(4, _ROUTED), *_tuned(4, 0.5)[:1]),
+    (DENSE, *_level(4, _ROUTED), *_tuned(4, 0.2)[:1]),
     Run(sequence=64, calibration_rows=1, held_out_rows=2, steps=2, tuning_rows=1, tuning_sequence=64),
 )
 
