@@ -1,10 +1,13 @@
 """Which nodes of a graph stay float32 when the rest becomes half precision.
 
 1. The router and the TopK it feeds, because half-precision scores choose other tokens;
-2. statistics of norms (powers, sums, roots), because squares overflow and eps underflows in half precision;
-3. what is computed from positions and masks alone (rotary tables, buckets), because half precision cannot
+2. "norms": statistics of norms (powers, sums, roots), because squares overflow and eps underflows in half precision;
+3. "tables": what is computed from positions and masks alone (rotary tables, buckets), because half precision cannot
    count that far;
-4. operators whose ONNX type constraint has no such half type.
+4. operators whose ONNX type constraint has no such half type;
+5. "softmax", where asked for: softmaxes are fused with attention in half precision, and keep their range there.
+
+1 and 4 always hold; which of the named groups a model needs can be measured (`measured.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-__all__ = ["find_islands", "is_constant", "is_float", "module_scopes", "paired", "schema_of"]
+__all__ = ["GROUPS", "RULE", "find_islands", "is_constant", "is_float", "module_scopes", "paired", "schema_of"]
 
 _REDUCE = {
     "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMean", "ReduceProd",
@@ -33,36 +36,42 @@ _MOVEMENT = {
     "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Pad", "Reshape",
     "Slice", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze",
 }  # fmt: skip
+_SOFTMAX = {"LogSoftmax", "Softmax"}
+GROUPS = ("norms", "tables", "softmax")
+RULE = ("norms", "tables")
 _PRODUCT = {"Einsum", "Gemm", "MatMul"}
 _CHOICE = {"And", "IsInf", "IsNaN", "LogSoftmax", "Not", "Or", "ScatterElements", "Softmax", "TopK"}
 _CONTROL = {"If", "Loop", "Scan"}
 
 
 def find_islands(
-    model: ir.Model, half: ir.DataType, modules: Collection[str], choices: Collection[str] = ()
+    model: ir.Model,
+    half: ir.DataType,
+    modules: Collection[str],
+    choices: Collection[str] = (),
+    groups: Collection[str] = RULE,
 ) -> set[ir.Node]:
     """The nodes of a float32 ``model`` that compute in float32 when the model becomes ``half``.
 
     Nodes recorded inside a torch module named in ``modules`` are among them, and those that compute the values
-    named in ``choices`` from scores.
+    named in ``choices`` from scores, and the ``groups``.
 
     >>> text = '<ir_version: 8, opset_import: ["": 18]> g (float[2] x) => (float[2] y) {y = Sqrt(x)}'
     >>> [n.op_type for n in find_islands(ir.from_onnx_text(text), ir.DataType.FLOAT16, ())]
     ['Sqrt']
     """
     nodes = [n for n in model.graph.all_nodes() if n.op_type not in _CONTROL]
-    islands = {n for n in nodes if _must(n, half, model, modules)}
+    grouped = (_STATISTIC if "norms" in groups else set()) | (_SOFTMAX if "softmax" in groups else set())
+    islands = {n for n in nodes if _touches_float(n) and (n.op_type in grouped or _must(n, half, model, modules))}
     chosen = [v for n in nodes for v in n.outputs if v.name in choices]
     islands |= _deciding([*chosen, *(n.outputs[1] for n in nodes if n.op_type == "TopK" and is_float(n.inputs[0]))])
-    islands |= _tables(nodes)
+    islands |= _tables(nodes) if "tables" in groups else set()
     return _close(nodes, islands)
 
 
 def _must(node: ir.Node, half: ir.DataType, model: ir.Model, modules: Collection[str]) -> bool:
-    if not _touches_float(node):
-        return False
     inside = any(part in modules for scope in module_scopes(node) for part in scope.split("."))
-    return inside or node.op_type in _STATISTIC or not _allows(node, half, model)
+    return inside or not _allows(node, half, model)
 
 
 def _deciding(values: list[ir.Value]) -> set[ir.Node]:

@@ -64,7 +64,9 @@ class Manifest:
     """The facts about one exported file (``kind`` is ``"onnx"`` or ``"engine"``).
 
     ``bytes`` is the size of an engine, ``build_seconds`` how long TensorRT took; both are None for ONNX. ``stripped``:
-    the engine holds no weights. ``probe`` holds what the model computes from inputs of a seed.
+    the engine holds no weights. ``probe`` holds what the model computes from inputs of a seed. ``weights``: in which
+    few bits they are ("int8"; None: as ``dtype`` says); ``max_error``: the relative error that was allowed;
+    ``islands``: what measurement kept in float32.
 
     >>> Manifest("onnx", "m.onnx", "00", 18, "float32").routed_blocks
     {}
@@ -84,12 +86,24 @@ class Manifest:
     parity: Mapping[str, Any] | None = None
     data: DataFile | None = None
     probe: DataFile | None = None
+    weights: str | None = None
+    max_error: float | None = None
+    islands: tuple[str, ...] = ()
     flavor: str | None = None
     compute_capabilities: tuple[str, ...] = ()
     stripped: bool = False
     onnx_sha256: str | None = None
     build_seconds: float | None = None
     bytes: int | None = None
+
+    @property
+    def precision(self) -> str:
+        """What the file computes with: its weights where they have few bits, else its dtype.
+
+        >>> Manifest("onnx", "m.onnx", "00", 21, "float16", weights="int4").precision
+        'int4'
+        """
+        return self.weights or self.dtype
 
     def save(self, path: Path_) -> None:
         """Write the manifest as JSON, whole or not at all.
@@ -173,7 +187,8 @@ def read_digest(file: Path) -> str:
 def _without_unset(facts: dict[str, Any]) -> dict[str, Any]:
     """Engine facts have no place in the manifest of an ONNX file, nor has a data file that does not exist."""
     optional = {
-        "data", "probe", "flavor", "compute_capabilities", "stripped", "onnx_sha256", "build_seconds", "bytes",
+        "data", "probe", "weights", "max_error", "islands", "flavor", "compute_capabilities", "stripped", "onnx_sha256",
+        "build_seconds", "bytes",
     }  # fmt: skip
     return {k: v for k, v in facts.items() if v or k not in optional}
 
@@ -191,9 +206,8 @@ class _Reader(Reader):
         for name in ("data", "probe"):
             if raw.get(name) is not None:
                 raw[name] = self.part(raw[name], name)
-        if "compute_capabilities" in raw:
-            items = self.typed(raw["compute_capabilities"], list, "compute_capabilities")
-            raw["compute_capabilities"] = tuple(self.typed(c, str, "compute_capabilities") for c in items)
+        for name in {"compute_capabilities", "islands"} & raw.keys():
+            raw[name] = tuple(self.typed(c, str, name) for c in self.typed(raw[name], list, name))
         manifest: Manifest = self.build(
             Manifest,
             raw,
@@ -207,6 +221,8 @@ class _Reader(Reader):
             settings=dict,
             versions=dict,
             parity=(dict, type(None)),
+            weights=_TEXT_OR_NONE,
+            max_error=(*_NUMBER, type(None)),
             flavor=_TEXT_OR_NONE,
             stripped=bool,
             onnx_sha256=_TEXT_OR_NONE,

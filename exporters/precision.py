@@ -21,10 +21,11 @@ from onnx_ir.passes.common import (
 )
 
 from modpass.errors import ExportError, InputError
-from modpass.exporters.islands import find_islands, is_constant, is_float, paired, schema_of
+from modpass.exporters.islands import RULE, find_islands, is_constant, is_float, paired, schema_of
 
-__all__ = ["to_precision"]
+__all__ = ["Half", "to_precision"]
 
+Half = Literal["float16", "bfloat16"]
 _FLOAT = ir.DataType.FLOAT
 _HALF = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
@@ -41,10 +42,11 @@ _TYPE_ATTRIBUTE = {
 
 def to_precision(
     model: ir.Model,
-    dtype: Literal["float16", "bfloat16"],
+    dtype: Half,
     *,
     float32_modules: Collection[str] = ("router", "predictor"),
     choices: Collection[str] = (),
+    groups: Collection[str] = RULE,
 ) -> ir.Model:
     """Copy ``model`` with its float32 inputs, outputs, weights and values in ``dtype``, except for islands.
 
@@ -56,6 +58,7 @@ def to_precision(
         dtype: ``"float16"`` or ``"bfloat16"``.
         float32_modules: nodes recorded inside a torch module of such a name stay float32.
         choices: names of values that say which tokens are chosen; how they follow from scores stays float32.
+        groups: of ``islands.GROUPS``, those that stay float32 too.
 
     Raises:
         InputError: another dtype.
@@ -74,7 +77,7 @@ def to_precision(
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(copy)
     _complete_types(copy)
     _drop_float_casts(copy)
-    _Conversion(copy, _HALF[dtype], find_islands(copy, _HALF[dtype], float32_modules, choices)).run()
+    _Conversion(copy, _HALF[dtype], find_islands(copy, _HALF[dtype], float32_modules, choices, groups)).run()
     RemoveUnusedNodesPass()(copy)
     return copy
 

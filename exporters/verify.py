@@ -25,14 +25,15 @@ from modpass.files import sha256
 from modpass.model import RoutedModel
 from modpass.routing import recorded_choices
 
-__all__ = ["BOUNDS", "Difference", "VerificationReport", "compare", "difference", "run_probe", "verify"]
+__all__ = ["BOUNDS", "Difference", "VerificationReport", "compare", "difference", "recorded", "run_probe", "verify"]
 
 _SEED = 0
 
 Array = np.ndarray[Any, Any]
 
 # Largest relative difference of an output, and least share of equal choices.
-BOUNDS = {"float32": (1e-4, 1.0), "float16": (5e-2, 0.9), "bfloat16": (2e-1, 0.8)}
+BOUNDS = {"float32": (1e-4, 1.0), "float16": (5e-2, 0.9), "bfloat16": (2e-1, 0.8),
+          "int8": (0.1, 0.8), "fp8": (0.2, 0.7), "int4": (0.4, 0.5)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Differences per output, and per routed block the share of equal token choices."""
+    """Differences per output, and per routed block the share of equal token choices.
+
+    dtype: what the file computes with. max_error: what its export allowed, in place of the bounds of the dtype.
+    """
 
     outputs: tuple[Difference, ...]
     choices: Mapping[str, float]
     dtype: str = "float32"
+    max_error: float | None = None
 
     def check(self, max_error: float | None = None, min_agreement: float | None = None) -> VerificationReport:
         """Return the report if it is within bounds, by default those of the file's dtype (``BOUNDS``).
@@ -63,7 +68,7 @@ class VerificationReport:
         >>> VerificationReport((Difference("logits", 1e-6, 1e-7),), {}).check().choices
         {}
         """
-        own_error, own_agreement = BOUNDS[self.dtype]
+        own_error, own_agreement = BOUNDS[self.dtype] if self.max_error is None else (self.max_error, 0.0)
         max_error = own_error if max_error is None else max_error
         min_agreement = own_agreement if min_agreement is None else min_agreement
         for d in self.outputs:
@@ -120,6 +125,18 @@ def verify(
     return report
 
 
+def recorded(manifest: Manifest) -> VerificationReport | None:
+    """What ``verify`` noted in a manifest, if it ran.
+
+    >>> print(recorded(Manifest("onnx", "m.onnx", "00", 18, "float32")))
+    None
+    """
+    if manifest.parity is None:
+        return None
+    outputs = tuple(Difference(**d) for d in manifest.parity["outputs"])
+    return VerificationReport(outputs, manifest.parity["choices"], manifest.precision, manifest.max_error)
+
+
 def compare(
     model: RoutedModel | nn.Module,
     path: str | os.PathLike[str],
@@ -147,7 +164,7 @@ def compare(
     _same_shapes(path, {n: a.shape for n, a in arrays.items()}, found)
     outputs = tuple(difference(n, a, found[n], scale_of(a)) for n, a in arrays.items())
     choices = {n: _agreement(chosen[n].numpy(), found[value]) for n, value in names.items()}
-    report = VerificationReport(outputs, choices, manifest.dtype)
+    report = VerificationReport(outputs, choices, manifest.precision, manifest.max_error)
     if inputs is not None:
         return report, None
     shapes = {n: tuple(a.shape) for n, a in arrays.items()}
@@ -170,7 +187,7 @@ def run_probe(path: str | os.PathLike[str], manifest: Manifest) -> VerificationR
     _same_shapes(path, probe.shapes, found)
     outputs = tuple(difference(n, a, sampled(found[n]), probe.scales[n]) for n, a in probe.outputs.items())
     choices = {n: _agreement(a, found[names[n]]) for n, a in probe.choices.items() if n in names}
-    return VerificationReport(outputs, choices, manifest.dtype)
+    return VerificationReport(outputs, choices, manifest.precision, manifest.max_error)
 
 
 def _same_shapes(

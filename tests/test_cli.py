@@ -123,7 +123,7 @@ def test_export_in_half_precision(dtype: str, compared: bool, tmp_path: Path, ca
 
 
 def test_a_file_that_computes_something_else_fails(tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:
-    monkeypatch.setattr("modpass.cli.export.BOUNDS", {"float32": (1e-12, 1.0)})
+    monkeypatch.setattr("modpass.exporters.verify.BOUNDS", {"float32": (1e-12, 1.0)})
     _, err = run(capsys, "export", DECODER, tmp_path / "m.onnx", "--sequence", 16, code=1)
     assert err.startswith("modpass: output 'output' is off by ")
     assert err.count("\n") == 1
@@ -134,8 +134,8 @@ def test_bench_measures_and_writes_a_report(tmp_path: Path, capsys: Capture) -> 
     out, err = run(capsys, "bench", DECODER, *options, "--out", tmp_path / "report")
     assert err == ""
     assert re.search(r"^ *torch +-?\d+% +\d+\.\d+×", out, re.M)
-    assert sorted(p.suffix for p in (tmp_path / "report").iterdir()) == [".json", ".md", ".png"]
-    case = json.loads((tmp_path / "report" / "tests.bench_decoder-decoder.json").read_text())["case"]
+    assert sorted(p.suffix for p in (tmp_path / "report").iterdir()) == ["", ".html", ".json", ".md"]
+    case = json.loads((tmp_path / "report" / "tests.bench_decoder-decoder.json").read_text())["results"][0]["case"]
     assert (case["sequence"], case["capacity"], case["every"]) == (64, 0.25, 2)
 
 

@@ -28,6 +28,7 @@ from modpass.cli.options import (
     Sequence,
     parse_dims,
 )
+from modpass.cli.precision import Islands, MaxError, Quantise, refuse_precision
 from modpass.cli.serving import Buckets, Instances, OutFolder, Serving, Triton
 from modpass.cli.source import Routing, load_source, refuse_routed, traced_dense
 from modpass.model import RoutedModel
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
     from modpass.exporters import FixedShape, Manifest
 
 __all__ = ["command"]
-
-# Largest relative difference of an output, and smallest share of equal token choices, by the file's dtype: in
-# half precision a score that is nearly another's may fall on its other side.
-BOUNDS = {"float32": (1e-4, 1.0), "float16": (5e-2, 0.9), "bfloat16": (2e-1, 0.8)}
 
 Out = Annotated[
     Path | None,
@@ -93,6 +90,9 @@ def command(
     folder: OutFolder = None,
     triton: Triton = None,
     instances: Instances = 1,
+    quantise: Quantise = None,
+    max_error: MaxError = None,
+    islands: Islands = "rule",
 ) -> None:
     """Write MODEL as ONNX in which every dim is a number.
 
@@ -101,8 +101,10 @@ def command(
     """
     from modpass.exporters import FixedShape, export_onnx
     from modpass.exporters import verify as compare
+    from modpass.exporters.verify import recorded
 
     serving = Serving(buckets, folder, triton, instances, out)
+    refuse_precision(quantise, max_error, verify, out)
     routing = Routing(capacity, every, blocks, gate, selection, padding_mask, parts, check)
     if dense and routing.given():
         flag = next(iter(routing.given())).replace("_", "-")
@@ -124,15 +126,17 @@ def command(
         serving.write(traced, sizes, source.name, verify, dims=dims, opset=opset, dtype=dtype)
         return
     with status("exporting"):
-        manifest = export_onnx(traced, out, shapes[0], opset, dtype)
+        manifest = export_onnx(traced, out, shapes[0], opset, dtype, quantise, max_error, islands)
     _print_written(out, manifest)
-    if verify is None and manifest.dtype == "bfloat16":
+    if max_error is not None:
+        console().print(f"within {max_error:g} of PyTorch in ONNX Runtime, {recorded(manifest)}", markup=False)
+    elif verify is None and manifest.dtype == "bfloat16":
         console().print("not compared with PyTorch: ONNX Runtime cannot run bfloat16 on a CPU")
     elif verify is not False:
         with status("comparing with PyTorch"):
             report = compare(traced, out)
         console().print(f"ONNX Runtime beside PyTorch, {report}", markup=False)
-        report.check(*BOUNDS[manifest.dtype])
+        report.check()
 
 
 def _check_sizes(model: RoutedModel, shape: FixedShape) -> None:
@@ -157,5 +161,8 @@ def _print_written(out: Path, manifest: Manifest) -> None:
         tokens = f"{block.k} of {block.sequence} tokens"
         how = ", by bisection: TensorRT's TopK ends at 3840" if block.selector == "bisection" else ""
         screen.print(f"{name}: {tokens} (capacity {block.capacity:g}{how})", markup=False)
-    facts = f"{mebibytes(out.stat().st_size)}, opset {manifest.opset}, {manifest.dtype}"
+    if manifest.islands:
+        screen.print(f"float32 inside {manifest.dtype}: {', '.join(manifest.islands)}, as measured", markup=False)
+    few = f", weights {manifest.weights}" if manifest.weights else ""
+    facts = f"{mebibytes(out.stat().st_size)}, opset {manifest.opset}, {manifest.dtype}{few}"
     screen.print(f"wrote {out} ({facts}) and {out}.json", markup=False)
