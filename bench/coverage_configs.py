@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -92,7 +92,9 @@ def shrink(cls: Any, **given: Any) -> Any:
     small = {name: value for name, value in values.items() if value != defaults[name]}
     small |= {name: value for name, value in _NEEDED.items() if name in defaults and defaults[name] is None}
     small |= {
-        name: [min(d, 2) for d in value] for name, value in defaults.items() if name in _STAGES and _numbers(value)
+        n: _depths(value, "window_size" in defaults)
+        for n, value in defaults.items()
+        if n in _STAGES and _numbers(value)
     }
     if any(
         isinstance(defaults.get(n), list | tuple)
@@ -165,7 +167,7 @@ def _layers(plain: Any, defaults: Mapping[str, Any], small: Mapping[str, Any]) -
 
 def _layer_numbers(plain: Any, defaults: Mapping[str, Any]) -> dict[str, list[int]]:
     """Layers that are told by number are among those that are left."""
-    named = {n: getattr(plain, n, None) for n in defaults if _LAYER_NUMBERS.fullmatch(n)}
+    named: dict[str, Any] = {n: getattr(plain, n, None) for n in defaults if _LAYER_NUMBERS.fullmatch(n)}
     return {n: [min(v, LAYERS - 1) for v in value] for n, value in named.items() if _numbers(value)}
 
 
@@ -175,6 +177,11 @@ def _hashable(kind: tuple[Any, ...]) -> bool:
 
 def _numbers(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(v, int) for v in value)
+
+
+def _depths(value: Sequence[int], windows: bool) -> list[int]:
+    """Two layers a stage; one stage where each has windows, whose sizes take the trace minutes to work out."""
+    return [min(d, 2) for d in value][: 1 if windows else None]
 
 
 def _grouped_heads(defaults: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, int]:

@@ -14,9 +14,10 @@ from rich.console import Console
 
 import modpass
 from modpass.bench.cases import Case
+from modpass.bench.measuring import Plan
 from modpass.bench.models import load_bundled
 from modpass.bench.report import table, write_report
-from modpass.bench.run import Plan, run_case
+from modpass.bench.run import run_case
 from modpass.bench.runners import runners_named
 from modpass.bench.sources import Source
 from modpass.errors import ModpassError

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import onnx
 import torch
 from numpy.typing import NDArray
-from onnx import numpy_helper
 from torch import nn
 
 from modpass.bench.offline import no_progress_bar, transformers_offline
@@ -36,6 +34,8 @@ def load_dinov2(weights: Path, dtype: torch.dtype) -> nn.Module:
     >>> (PIXELS // 14) ** 2 + 1
     257
     """
+    import onnx  # here, not above: a machine that measures with torch alone may lack it
+
     transformers = transformers_offline("models")
     config = transformers.Dinov2Config(
         hidden_size=_WIDTH,
@@ -59,6 +59,8 @@ def load_dinov2(weights: Path, dtype: torch.dtype) -> nn.Module:
 
 def _state(graph: Any) -> Iterator[tuple[str, NDArray[Any]]]:
     """The backbone's weights under the names of transformers 4."""
+    from onnx import numpy_helper
+
     arrays: Arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     yield from ((name.removeprefix(_PREFIX), a) for name, a in arrays.items() if name.startswith(_PREFIX))
     yield from _linear_weights(graph, arrays)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from modpass import RoutedModel, recorded_choices
 from modpass.training.cost import flop_counter
 
-__all__ = ["FlopCount", "count_flops"]
+__all__ = ["FlopCount", "count_flops", "paths_of"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,17 @@ def count_flops(model: RoutedModel, inputs: Mapping[str, Tensor], blocks: Collec
     return FlopCount(counter.get_total_flops(), dict(by_block.counts), slots)
 
 
+def paths_of(node: fx.Node) -> set[str]:
+    """The modules that a node of a traced model is of.
+
+    A routed block is one node with the block's name; a dense one is many, with it in their stacks.
+
+    >>> paths_of(fx.Graph().placeholder("x"))
+    {'x'}
+    """
+    return {str(node.target), *(path for path, _ in (node.meta.get("nn_module_stack") or {}).values())}
+
+
 class _ByBlock(fx.Interpreter):
     """Runs a graph and books what each node adds to ``counter`` on the block that the node is of."""
 
@@ -61,8 +72,6 @@ class _ByBlock(fx.Interpreter):
         """Run one node."""
         before = self.counter.get_total_flops()
         result = super().run_node(n)
-        # A routed block is one node with the block's name; a dense one is many, with it in their stacks.
-        paths = {str(n.target), *(path for path, _ in (n.meta.get("nn_module_stack") or {}).values())}
-        for name in paths & self.names:
+        for name in paths_of(n) & self.names:
             self.counts[name] += self.counter.get_total_flops() - before
         return result

@@ -28,18 +28,23 @@ class Plan:
     run: Run
 
 
-def _setups(dense: Sequence[int], routed: Sequence[int]) -> tuple[Setup, ...]:
-    """Dense and routed runs of these widths; the smallest routed width also with every block, and with noise."""
+def _setups(dense: Sequence[int], routed: Sequence[int], again: Sequence[int] = ()) -> tuple[Setup, ...]:
+    """Dense and routed runs of these widths; the smallest routed width also with every block, and with noise.
+
+    again: further seeds of that width, learned and with noise, to tell a difference from chance.
+    """
     small = min(routed)
     return (
         *(Setup(f"dense-{width}", width) for width in dense),
         *(Setup(f"mod-{width}", width, every=2) for width in routed),
         Setup(f"mod-every-block-{small}", small, every=1),
+        *(Setup(f"mod-{small}-seed-{seed}", small, every=2, seed=seed) for seed in again),
         Setup(f"stochastic-{small}", small, every=2, selection="stochastic"),
+        *(Setup(f"stochastic-{small}-seed-{s}", small, every=2, selection="stochastic", seed=s) for s in again),
     )
 
 
-FULL = Plan(_setups((48, 64, 96), (64, 96)), Run(flops=1e13, rows=8))
+FULL = Plan(_setups((48, 64, 96), (64, 96), (1, 2)), Run(flops=1e13, rows=8))
 QUICK = Plan(_setups((64, 96), (64, 96)), Run(flops=2e11, rows=4, sequence=128, points=4))
 
 

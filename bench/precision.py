@@ -95,7 +95,7 @@ def measure_precisions(
         ir.save(PRECISIONS[name](graph, choices), path)
         sessions[name] = open_session(path, threads=threads, outputs=choices)
     found = {name: _run(session, feed) for name, session in sessions.items()}
-    seconds = _in_turn({name: partial(_run, session, feed) for name, session in sessions.items()}, rounds)
+    seconds = _in_turn({name: partial(_run, s, feed) for name, s in sessions.items()}, rounds)
     return [_row(name, (folder / f"{name}.onnx").stat().st_size, found, len(choices), seconds) for name in sessions]
 
 

@@ -15,7 +15,7 @@ from modpass.bench.result import Measurement, Result, Row
 from modpass.errors import InputError
 from modpass.files import whole_file
 
-__all__ = ["HEADINGS", "markdown", "table", "write_report"]
+__all__ = ["HEADINGS", "markdown", "markdown_grid", "mebibytes", "table", "write_report"]
 
 HEADINGS = ("runner", "efficiency", "speed-up", "ideal", "dense ms", "routed ms", "peak memory", "note")
 _NONE = "–"
@@ -48,13 +48,13 @@ def markdown(result: Result, plot: str | None = None) -> str:
     """The whole report as markdown; ``plot`` is the address of a picture to show."""
     sections = [
         f"# {_title(result)}",
-        _grid(HEADINGS, [_cells(result, row) for row in result.rows]),
+        markdown_grid(HEADINGS, [_cells(result, row) for row in result.rows]),
         _LEGEND,
         *([f"![speed-up of each runner]({plot})"] if plot else []),
         "## Routed blocks",
-        _grid(("block", "tokens", "dense GFLOP", "routed GFLOP"), _block_cells(result)),
+        markdown_grid(("block", "tokens", "dense GFLOP", "routed GFLOP"), _block_cells(result)),
         "## What was measured",
-        _grid(("", ""), [*_facts(result).items()]),
+        markdown_grid(("", ""), [*_facts(result).items()]),
     ]
     if result.command:
         sections.append(f"## Command\n\n```sh\n{result.command}\n```")
@@ -113,7 +113,7 @@ def _cells(result: Result, row: Row) -> tuple[str, ...]:
         f"{result.ideal:.2f}×",
         _milliseconds(row.dense),
         _milliseconds(row.routed),
-        f"{_size(row.dense.peak_bytes)}, {_size(row.routed.peak_bytes)}",
+        f"{mebibytes(row.dense.peak_bytes)}, {mebibytes(row.routed.peak_bytes)}",
         f"{len(row.dense.timing.samples)} rounds; ratio of medians {ratio.of_medians:.2f}×",
     )
 
@@ -123,7 +123,12 @@ def _milliseconds(measurement: Measurement) -> str:
     return f"{t.median * 1e3:.4g} [{t.q1 * 1e3:.4g}, {t.q3 * 1e3:.4g}]"
 
 
-def _size(peak: int | None) -> str:
+def mebibytes(peak: int | None) -> str:
+    """A size in MiB, which may be unknown.
+
+    >>> mebibytes(3 << 20)
+    '3.0 MiB'
+    """
     return "unknown" if peak is None else f"{peak / 2**20:.1f} MiB"
 
 
@@ -145,7 +150,7 @@ def _facts(result: Result) -> dict[str, str]:
     }
 
 
-def _grid(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def markdown_grid(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """A markdown table; cells keep to one line."""
     lines = [headings, tuple("---" for _ in headings), *rows]
     clean = ([" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in lines)

@@ -13,17 +13,30 @@ from modpass.bench.hardware import Hardware
 from modpass.bench.timing import Ratio, Timing, ratio
 from modpass.errors import StateError
 
-__all__ = ["SCHEMA", "Measurement", "Result", "Row"]
+__all__ = ["SCHEMA", "Measurement", "Peer", "Result", "Row"]
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One variant under one runner: its times, and by how many bytes memory rose during a call at most."""
+    """One variant under one runner: its times, and by how many bytes memory rose during a call at most.
+
+    blocks: seconds of one profiled call in each block, and outside of them under ``""``; empty if not profiled.
+    """
 
     timing: Timing
     peak_bytes: int | None = None
+    blocks: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What another tool made of the dense model, measured in turn with ours; ``reason``: why it was not."""
+
+    name: str
+    measurement: Measurement | None = None
+    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,7 @@ class Row:
     dense: Measurement | None = None
     routed: Measurement | None = None
     reason: str | None = None
+    peers: tuple[Peer, ...] = ()
 
     @property
     def ratio(self) -> Ratio | None:
@@ -42,6 +56,12 @@ class Row:
         if self.dense is None or self.routed is None:
             return None
         return ratio(self.dense.timing, self.routed.timing)
+
+    def over(self, peer: Peer) -> Ratio | None:
+        """How many times faster our dense is than a peer's; None if one was not measured."""
+        if self.dense is None or peer.measurement is None:
+            return None
+        return ratio(peer.measurement.timing, self.dense.timing)
 
 
 @dataclass(frozen=True)
@@ -70,18 +90,29 @@ class Result:
         """The share of the ideal speed-up that a row reached; None if it was not measured."""
         return None if row.ratio is None else row.ratio.value / self.ideal
 
-    def to_json(self) -> str:
-        """Everything, with all samples, as JSON; the derived figures are written for other readers.
+    def row(self, runner: str) -> Row | None:
+        """The row of a runner; None if there is none."""
+        return next((row for row in self.rows if row.runner == runner), None)
 
-        Raises:
-            StateError: a value has no place in JSON.
-        """
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, with all samples, as plain values; the derived figures are there for other readers."""
         data = {"schema": SCHEMA, "ideal": self.ideal, **asdict(self)}
         for raw, row in zip(data["rows"], self.rows, strict=True):
             raw["ratio"] = None if row.ratio is None else asdict(row.ratio)
             raw["efficiency"] = self.efficiency(row)
+            for variant in ("dense", "routed"):
+                if (found := getattr(row, variant)) is not None:
+                    raw[variant]["percentiles"] = {f"p{p}": found.timing.percentile(p) for p in (50, 90, 99)}
+        return data
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as JSON.
+
+        Raises:
+            StateError: a value has no place in JSON.
+        """
         try:
-            return json.dumps(data, indent=2, allow_nan=False) + "\n"
+            return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
         except (TypeError, ValueError) as e:
             raise StateError(f"the benchmark of '{self.name}' cannot be written as JSON: {e}") from e
 
@@ -94,8 +125,20 @@ class Result:
         """
         try:
             raw = json.loads(text)
+        except ValueError as e:
+            raise StateError(f"this is not the JSON of a benchmark: {e}") from e
+        return cls.from_dict(raw)
+
+    @classmethod
+    def from_dict(cls, raw: Any) -> Result:
+        """Read :meth:`to_dict` back.
+
+        Raises:
+            StateError: these are no such values, or of another schema.
+        """
+        try:
             schema = raw["schema"]
-        except (ValueError, TypeError, LookupError) as e:
+        except (TypeError, LookupError) as e:
             raise StateError(f"this is not the JSON of a benchmark: {e}") from e
         if schema != SCHEMA:
             raise StateError(f"this benchmark has schema {schema!r}, and {SCHEMA} is read here; run it again")
@@ -121,10 +164,11 @@ def _result(raw: dict[str, Any]) -> Result:
 
 def _row(raw: dict[str, Any]) -> Row:
     dense, routed = (_measurement(raw[variant]) for variant in ("dense", "routed"))
-    return Row(raw["runner"], raw["status"], dense, routed, raw["reason"])
+    peers = (Peer(p["name"], _measurement(p["measurement"]), p["reason"]) for p in raw.get("peers", ()))
+    return Row(raw["runner"], raw["status"], dense, routed, raw["reason"], tuple(peers))
 
 
 def _measurement(raw: dict[str, Any] | None) -> Measurement | None:
     if raw is None:
         return None
-    return Measurement(Timing(tuple(raw["timing"]["samples"])), raw["peak_bytes"])
+    return Measurement(Timing(tuple(raw["timing"]["samples"])), raw["peak_bytes"], raw.get("blocks", {}))

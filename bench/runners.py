@@ -1,45 +1,16 @@
-"""The ways to run a model, behind one protocol."""
+"""The ways to run a model, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
 
-from torch import Tensor
-
-from modpass import RoutedModel
-from modpass.bench.onnx_runners import OnnxCpuRunner, OnnxCudaRunner
+from modpass.bench.measuring import Runner
+from modpass.bench.onnx_runners import OnnxCpuRunner, OnnxGpuRunner
 from modpass.bench.tensorrt_runner import TensorRTRunner
-from modpass.bench.torch_runner import Call, TorchRunner
+from modpass.bench.torch_runner import TorchRunner
 from modpass.errors import InputError
 
 __all__ = ["RUNNERS", "Runner", "runners_named"]
-
-
-@runtime_checkable
-class Runner(Protocol):
-    """One way to run a model on fixed inputs."""
-
-    @property
-    def name(self) -> str:
-        """The name in reports and on the command line."""
-
-    @property
-    def device(self) -> str:
-        """``"cpu"`` or ``"cuda"``; on ``"cuda"`` the clock waits for the device."""
-
-    def available(self) -> str | None:
-        """None if it can run here, else the reason why not."""
-
-    def prepare(self, model: RoutedModel, inputs: Mapping[str, Tensor], workdir: Path) -> Call:
-        """Do what is done once (export, build, compile), and return the call to be timed.
-
-        ``workdir`` is kept between the runners of one model: what one exported, the next finds.
-        """
-
-    def peak_bytes(self, call: Call) -> int | None:
-        """Memory that the first call after :meth:`prepare` takes at most; None: unknown."""
 
 
 RUNNERS: dict[str, Runner] = {
@@ -50,7 +21,9 @@ RUNNERS: dict[str, Runner] = {
         OnnxCpuRunner(),
         TorchRunner("torch-cuda", device="cuda"),
         TorchRunner("torch-compile-cuda", device="cuda", compiled=True),
-        OnnxCudaRunner(),
+        TorchRunner("torch-graphs-cuda", device="cuda", compiled=True, graphs=True),
+        OnnxGpuRunner("onnxruntime-cuda", "CUDAExecutionProvider"),
+        OnnxGpuRunner("onnxruntime-tensorrt", "TensorrtExecutionProvider"),
         TensorRTRunner("tensorrt"),
         TensorRTRunner("tensorrt-rtx"),
     )

@@ -43,10 +43,11 @@ class Training:
     def __init__(self, setup: Setup, run: Run, corpus: Corpus) -> None:
         self.run, self.corpus, self.routed = run, corpus, bool(setup.every)
         self.held_out = corpus.validation(run.validation_rows, run.sequence)
-        self.model = setup.model(self.held_out[:2], run.seed)
+        seed = run.seed + setup.seed
+        self.model = setup.model(self.held_out[:2], seed)
         batch = torch.zeros(run.rows, run.sequence, dtype=torch.int64)
         cost = 3 * count_flops(self.model, {"ids": batch}).total
-        self.draws = torch.Generator().manual_seed(run.seed)
+        self.draws = torch.Generator().manual_seed(seed)
         rate = run.rate * (128 / setup.width) ** 0.5
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
         steps = max(1, round(run.flops / cost))

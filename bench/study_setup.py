@@ -16,7 +16,10 @@ __all__ = ["Run", "RunResult", "Setup"]
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained. every: route each so-manyeth block (0: none), at ``capacity``, by ``selection``."""
+    """What is trained. every: route each so-manyeth block (0: none), at ``capacity``, by ``selection``.
+
+    seed: added to that of the run, for the same once more with other weights and draws.
+    """
 
     name: str
     width: int
@@ -24,6 +27,7 @@ class Setup:
     every: int = 0
     capacity: float = 0.125
     selection: str = "expert_choice"
+    seed: int = 0
 
     def model(self, ids: Tensor, seed: int) -> RoutedModel:
         """The traced model; its dense weights depend on the seed and its size alone."""

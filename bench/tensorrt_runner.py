@@ -13,7 +13,7 @@ from torch import Tensor
 from modpass import RoutedModel
 from modpass.bench.exported import onnx_file
 from modpass.bench.hardware import no_gpu
-from modpass.bench.torch_runner import Call
+from modpass.bench.measuring import Call
 from modpass.errors import BuildError
 from modpass.exporters import build_engine, trt_api
 from modpass.exporters.engine import Engine

@@ -10,6 +10,8 @@ from torch import nn
 
 from modpass import RoutedModel, mod_transform, trace
 from modpass.bench.cases import Case
+from modpass.bench.flops import paths_of
+from modpass.bench.measuring import Original
 from modpass.bench.offline import transformers_offline
 from modpass.bench.sources import Source
 from modpass.errors import InputError
@@ -19,11 +21,26 @@ __all__ = ["Variants", "make_variants"]
 
 @dataclass(frozen=True)
 class Variants:
-    """Both models, sharing the dense one's weights, and the case as it is really measured."""
+    """Both models, sharing the dense one's weights, and the case as it is really measured.
+
+    original: the dense model before its trace, for those who want to export it by themselves; None where only the
+    trace is there.
+    """
 
     dense: RoutedModel
     routed: RoutedModel
     case: Case
+    original: Original | None = None
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Every block that repeats, routed or not, in order: the routed ones and their siblings."""
+        routed = dict.fromkeys(self.routed.routed_blocks)
+        stacks = {name.rpartition(".")[0] for name in routed}
+        paths = (path for node in self.dense.graph.nodes for path in sorted(paths_of(node)))
+        return tuple(
+            dict.fromkeys(p for p in paths if p.rpartition(".")[0] in stacks and p.rpartition(".")[2].isdigit())
+        )
 
     def by_name(self) -> dict[str, RoutedModel]:
         """``"dense"`` and ``"routed"``, in this order."""
@@ -43,8 +60,10 @@ def make_variants(case: Case, source: Source) -> Variants:
     """
     _check_dtype(case, source)
     if isinstance(source.model, RoutedModel) and source.model.routed_blocks:
-        dense = trace(_dense_again(source.model, source.name))
-        return Variants(dense, source.model, _as_routed(case, source.model))
+        again = _dense_again(source.model, source.name)
+        dense = trace(again)
+        original = Original(again, dense.info.call.constants)
+        return Variants(dense, source.model, _as_routed(case, source.model), original)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
         routed = mod_transform(
@@ -56,7 +75,9 @@ def make_variants(case: Case, source: Source) -> Variants:
             parts=case.parts,
             example_inputs=source.example_inputs,
         )
-    return Variants(trace(source.model, source.example_inputs), routed, case)
+    dense = trace(source.model, source.example_inputs)
+    traced = isinstance(source.model, RoutedModel)
+    return Variants(dense, routed, case, None if traced else Original(source.model, dense.info.call.constants))
 
 
 def _dense_again(model: RoutedModel, name: str) -> nn.Module:

@@ -1,7 +1,6 @@
 """Serve a folder of buckets with Ray Serve: replicas that each hold a session, requests as JSON over HTTP.
 
-Sends as many requests at once as it is asked to, compares the answers with a session of its own, and stops.
-
+Sends its requests all at once, compares the answers with those of a session of its own, and stops:
     python examples/ray_serve.py FOLDER --replicas 2 --requests 200  # needs pip install 'modpass[serve]'
 """
 
@@ -30,8 +29,6 @@ from starlette.responses import JSONResponse
 
 from modpass.errors import InputError
 from modpass.exporters import BucketSession
-
-SECONDS = 120  # that a request may take
 
 
 @serve.deployment
@@ -71,7 +68,7 @@ def serving(folder: str, replicas: int = 2, threads: int = 1, port: int = 8000) 
 def ask(address: str, inputs: dict[str, Any]) -> dict[str, Any]:
     """One request, and its answer."""
     request = urllib.request.Request(address, json.dumps(inputs).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         outputs: dict[str, Any] = json.load(answer)
     return outputs
 

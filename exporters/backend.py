@@ -92,6 +92,8 @@ class OnnxRuntimeBackend:
         logits = self.compute(tokens, position, live)
         whole, *routed = self._rows
         _write(whole, np.flatnonzero(live), position)
+        for kept, new in self._states:
+            kept[live] = new[live]
         total = 0
         for block, rows in zip(self.manifest.routing, routed, strict=True):
             count = self.arrays[block.count]
@@ -127,6 +129,13 @@ class OnnxRuntimeBackend:
             [_Row(c, self.arrays[c.name], self.new[f"{c.name}.new"], self.manifest.batch) for c in caches]
             for caches in groups
         ]
+
+    @cached_property
+    def _states(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """What is remembered beside caches, and what a step makes of it, as views ``[B, ..]``."""
+        batch, names = self.manifest.batch, [s.name for s in self.manifest.states]
+        pairs = ((self.arrays[n], self.new[f"{n}.new"]) for n in names)
+        return [(old.reshape(batch, -1, copy=False), new.reshape(batch, -1, copy=False)) for old, new in pairs]
 
 
 class _Row:

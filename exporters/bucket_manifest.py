@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from modpass.errors import StateError, VerificationError
+from modpass.exporters.manifest import read_digest
 from modpass.exporters.reader import Reader
-from modpass.files import sha256, whole_file
+from modpass.exporters.sealed import read_sealed, write_sealed
+from modpass.exporters.within import within
 
-__all__ = ["FILE", "Bucket", "BucketManifest", "Mask", "Padding", "Port", "label"]
+__all__ = ["FILE", "Bucket", "BucketManifest", "Mask", "Padding", "Port", "check_files", "label"]
 
 FILE, SCHEMA = "buckets.json", 1
 Dim = int | str | None
@@ -91,8 +92,7 @@ class BucketManifest:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``buckets.json``."""
-        with whole_file(Path(folder, FILE)) as temporary:
-            temporary.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n", encoding="utf-8")
+        write_sealed(Path(folder, FILE), SCHEMA, asdict(self))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> BucketManifest:
@@ -103,21 +103,12 @@ class BucketManifest:
 
         >>> BucketManifest.load("nowhere")
         Traceback (most recent call last):
-        modpass.errors.StateError: there is no 'nowhere/buckets.json', so 'nowhere' is no folder of buckets; ...
+        modpass.errors.StateError: there is no manifest 'nowhere/buckets.json'; so 'nowhere' is no folder ...
         """
         path = Path(folder, FILE)
-        try:
-            raw: Any = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError) as e:
-            raise StateError(
-                f"there is no '{path}', so '{folder}' is no folder of buckets; 'modpass export --buckets' and "
-                f"modpass.exporters.export_buckets write one"
-            ) from e
-        except (OSError, ValueError, RecursionError) as e:
-            raise StateError(f"'{path}' cannot be read: {e}") from e
-        if not isinstance(raw, dict) or raw.pop("schema", None) != SCHEMA:
-            raise StateError(f"'{path}' has another schema than {SCHEMA}; export the model again")
-        return _Reader(str(path)).manifest(raw)
+        writers = "'modpass export --buckets' and modpass.exporters.export_buckets write one"
+        missing = f"so '{folder}' is no folder of buckets; {writers}"
+        return _Reader(str(path)).manifest(read_sealed(path, SCHEMA, missing, "export the model again"))
 
     def check(self, folder: str | os.PathLike[str]) -> None:
         """Hash every file again.
@@ -125,12 +116,21 @@ class BucketManifest:
         Raises:
             VerificationError: a file is missing or has changed.
         """
-        for name, digest in self.files.items():
-            path = Path(folder, name)
-            if not path.is_file():
-                raise VerificationError(f"'{path}' is missing; export the model again")
-            if sha256(path) != digest:
-                raise VerificationError(f"'{path}' is not the file that was exported; export the model again")
+        check_files(Path(folder), self.files, FILE)
+
+
+def check_files(folder: Path, files: Mapping[str, str], said_by: str) -> None:
+    """Hash the files that the manifest ``said_by`` of a folder names.
+
+    Raises:
+        VerificationError: a file is missing, has changed, or lies outside.
+    """
+    for name, digest in files.items():
+        path = within(folder, name, f"'{folder / said_by}'")
+        if not path.is_file():
+            raise VerificationError(f"'{path}' is missing; export the model again")
+        if read_digest(path) != digest:
+            raise VerificationError(f"'{path}' is not the file that was exported; export the model again")
 
 
 def label(batch: int, sequence: int | None) -> str:
@@ -155,7 +155,6 @@ class _Reader(Reader):
         raw["padding"] = self.padding(raw.get("padding"))
         found: BucketManifest = self.build(BucketManifest, raw, "", dtype=str, files=dict)
         for name, digest in found.files.items():
-            self.inside(name, "files")
             self.typed(digest, str, f"files['{name}']")
         for bucket in found.buckets:
             if bucket.file not in found.files:
@@ -183,7 +182,6 @@ class _Reader(Reader):
         self.count(found.batch, f"{where}.batch")
         if found.sequence is not None:
             self.count(found.sequence, f"{where}.sequence")
-        self.inside(found.file, f"{where}.file")
         return found
 
     def padding(self, raw: Any) -> Padding:
@@ -194,9 +192,3 @@ class _Reader(Reader):
                 f"and null"
             )
         return found
-
-    def inside(self, name: str, where: str) -> None:
-        """A path that stays in the folder."""
-        parts = PurePosixPath(name).parts
-        if not parts or name.startswith("/") or ".." in parts or "\\" in name:
-            raise StateError(f"the manifest '{self.path}': '{where}' names '{name}', which is outside of its folder")

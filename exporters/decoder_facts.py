@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from modpass.decode import Cache, Routing, StepModel
-from modpass.exporters.decoder_manifest import CacheEntry, DecoderManifest, RoutingEntry
+from modpass.exporters.decoder_manifest import CacheEntry, DecoderManifest, RoutingEntry, StateEntry
 from modpass.mixing import LAYOUT, name_of
 
 __all__ = ["describe", "logits_of", "vocabulary"]
@@ -41,6 +41,7 @@ def describe(
         caches=tuple(map(entry, info.dense_caches)),
         routing=tuple(map(routing, info.routing)),
         files=files,
+        states=tuple(StateEntry(s.name, s.shape) for s in info.states),
     )
 
 

@@ -15,7 +15,7 @@ from modpass.exporters.reader import Reader
 from modpass.exporters.sealed import read_sealed, write_sealed
 from modpass.exporters.within import within
 
-__all__ = ["FILE", "TOKENIZER", "CacheEntry", "DecoderManifest", "Ports", "RoutingEntry"]
+__all__ = ["FILE", "TOKENIZER", "CacheEntry", "DecoderManifest", "Ports", "RoutingEntry", "StateEntry"]
 
 FILE, SCHEMA = "decoder.json", 3
 FILES = ("prefill.onnx", "decode.onnx", "weights.bin")
@@ -30,11 +30,17 @@ class Ports(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CacheEntry:
-    """A cache: its name in the graphs, its shape, and the dim that counts slots."""
+class StateEntry:
+    """What is remembered of the last tokens outside attention: its name in the graphs, and its shape."""
 
     name: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CacheEntry(StateEntry):
+    """A cache: its name in the graphs, its shape, and the dim that counts slots."""
+
     dim: int
 
 
@@ -69,6 +75,7 @@ class DecoderManifest:
     caches: tuple[CacheEntry, ...]
     routing: tuple[RoutingEntry, ...]
     files: Mapping[str, str]
+    states: tuple[StateEntry, ...] = ()
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``decoder.json``."""
@@ -123,10 +130,10 @@ class DecoderManifest:
         Raises:
             StateError: they have no such name, or another shape.
         """
-        state = {c.name: c.shape for c in self.all_caches()}
+        state = {v.name: v.shape for v in (*self.all_caches(), *self.states)}
+        new = [f"{n}.new" for n in (*state, *(r.count for r in self.routing))]
         for block in self.routing:
             state |= {block.count: (self.batch,), block.places: (self.batch, block.slots)}
-        new = [f"{n}.new" for n in (*(c.name for c in self.all_caches()), *(r.count for r in self.routing))]
         given = {self.tokens: (self.batch, 1), "position": (self.batch,), **state}
         prompt = {self.tokens: (self.batch, self.prompt), "length": (self.batch,)}
         _same("decode", "takes", given, step.inputs)
@@ -154,7 +161,7 @@ class _Reader(Reader):
         for name in ("batch", "prompt", "max_sequence", "vocabulary"):
             if name in raw:
                 self.count(raw[name], name)
-        for name, read in (("caches", self.cache), ("routing", self.routing)):
+        for name, read in (("caches", self.cache), ("states", self.state), ("routing", self.routing)):
             if name in raw:
                 items = self.typed(raw[name], list, name)
                 raw[name] = tuple(read(item, f"{name}[{i}]") for i, item in enumerate(items))
@@ -175,6 +182,11 @@ class _Reader(Reader):
         found: CacheEntry = self.build(CacheEntry, {**raw, "shape": shape}, where, name=str, dim=int)
         if not 0 < found.dim < len(shape):
             raise StateError(f"the manifest '{self.path}': '{where}.dim' is {found.dim}, no dim behind the first")
+        return found
+
+    def state(self, raw: Any, where: str) -> StateEntry:
+        shape = self.counts(self.typed(raw, dict, where).get("shape"), f"{where}.shape")
+        found: StateEntry = self.build(StateEntry, {**raw, "shape": shape}, where, name=str)
         return found
 
     def routing(self, raw: Any, where: str) -> RoutingEntry:

@@ -56,7 +56,7 @@ def drawn(how: Sequence[Draw], seed: int) -> dict[str, Array]:
     Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (Philox); numpy keeps its raw stream stable.
 
     >>> drawn([Draw("ids", (1, 6), 0, 9)], seed=0)["ids"].tolist()
-    [[0]]
+    [[9, 8, 9, 6, 3, 5]]
     """
     found: dict[str, Array] = {}
     for i, d in enumerate(how):

@@ -9,6 +9,7 @@ import torch
 
 from modpass.errors import MissingExtraError, VerificationError
 from modpass.exporters import trt_api
+from modpass.exporters.bucket_manifest import BucketManifest
 from modpass.exporters.checks import NotRun, Series
 from modpass.exporters.decoder_manifest import FILE, DecoderManifest, Ports
 from modpass.exporters.decoder_probe import run_decoder_probe
@@ -17,10 +18,11 @@ from modpass.exporters.manifest import Manifest, manifest_path
 from modpass.exporters.myelin import program
 from modpass.exporters.plan import check_target, read_plan
 from modpass.exporters.structure import check_structure
+from modpass.exporters.triton import check_repository
 from modpass.exporters.verify import VerificationReport, compare, run_probe
 from modpass.model import RoutedModel
 
-__all__ = ["check_decoder", "check_file"]
+__all__ = ["check_buckets", "check_decoder", "check_file", "check_triton"]
 
 Model = RoutedModel | torch.nn.Module | None
 
@@ -169,6 +171,26 @@ def check_decoder(folder: Path, label: str) -> Series:
         series.run("hashes", hashes)
         series.run("structure", structure)
         series.run("parity", parity)
+    return series
+
+
+def check_buckets(folder: Path, label: str) -> Series:
+    """A folder of buckets, or a Triton repository of them; its graphs are files of their own."""
+    series = Series(label)
+
+    def hashes() -> str:
+        manifest = BucketManifest.load(folder)
+        manifest.check(folder)
+        return f"SHA-256 of {_some(len(manifest.files), 'file')} of {_some(len(manifest.buckets), 'bucket')}"
+
+    series.run("hashes", hashes)
+    return series
+
+
+def check_triton(folder: Path, label: str) -> Series:
+    """What a Triton repository serves: graphs, weights, configurations, what the warm-up reads."""
+    series = Series(label)
+    series.run("hashes", lambda: f"SHA-256 of {_some(check_repository(folder), 'file')}")
     return series
 
 

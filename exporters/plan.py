@@ -44,8 +44,7 @@ def checked_plan(path: Path, tensorrt: TensorRT, capability: str | None, again: 
         StateError: the engine or its manifest is missing, or it was built for something else.
         VerificationError: it has changed.
 
-    >>> from modpass.exporters import trt_api
-    >>> checked_plan(Path("absent.engine"), trt_api.load("tensorrt-rtx"), None)
+    >>> checked_plan(Path("absent.engine"), tensorrt=None, capability=None)
     Traceback (most recent call last):
     modpass.errors.StateError: 'absent.engine' is missing; build it again with: modpass build
     """

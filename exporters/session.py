@@ -84,8 +84,9 @@ class DecoderSession:
 
     @property
     def cache_bytes(self) -> int:
-        """The memory of all caches."""
-        return sum(self.backend.arrays[c.name].nbytes for c in self.manifest.all_caches())
+        """The memory of all caches, and of what is remembered beside them."""
+        kept = (*self.manifest.all_caches(), *self.manifest.states)
+        return sum(self.backend.arrays[v.name].nbytes for v in kept)
 
     def generate(
         self,

@@ -20,7 +20,9 @@ Tensors = Mapping[str, Tensor]
 def settle(
     manifest: DecoderManifest, arrays: Tensors, new: Tensors, position_B: Tensor, live_B: Tensor, taken: Tensor
 ) -> None:
-    """Write new cache rows, counts and places of the rows that are live; ``taken`` counts (row, routed block).
+    """Write what the rows that are live leave: cache rows, what is remembered beside them, counts and places.
+
+    ``taken`` counts (row, routed block).
 
     No shape and no operator depends on what the tensors hold, so that a CUDA graph can hold all of it.
     """
@@ -28,6 +30,8 @@ def settle(
     here = Places(position_B, live_B)
     for cache in manifest.caches:
         here.write(arrays[cache.name], new[f"{cache.name}.new"], cache.dim)
+    for state in manifest.states:
+        here.replace(arrays[state.name], new[f"{state.name}.new"])
     for block in manifest.routing:
         count_B = arrays[block.count]
         took_B = (new[f"{block.count}.new"] > count_B) & live_B
@@ -64,6 +68,11 @@ class Places:
         moved, fresh = cache.movedim(dim, 1), new.movedim(dim, 1)[:, 0]
         wanted = wanted.view(-1, *[1] * (fresh.dim() - 1))
         moved[entry, place] = torch.where(wanted, fresh, moved[entry, place])
+
+    def replace(self, state: Tensor, new: Tensor) -> None:
+        """Put all of ``new`` into ``state``, for the rows that write."""
+        _, _, wanted = self._indices(state.shape[0])
+        state.copy_(torch.where(wanted.view(-1, *[1] * (state.dim() - 1)), new, state))
 
     def _indices(self, entries: int) -> tuple[Tensor, Tensor, Tensor]:
         if entries not in self._made:

@@ -7,7 +7,6 @@ Source: Triton Inference Server, "Model Repository" and "Model Configuration".
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -18,34 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from modpass.errors import ExportError, InputError
-from modpass.exporters.bucket_manifest import Bucket, BucketManifest, label
+from modpass.errors import InputError
+from modpass.exporters.bucket_manifest import Bucket, BucketManifest, check_files
 from modpass.exporters.buckets import own_folder
 from modpass.exporters.manifest import Manifest, manifest_path
+from modpass.exporters.sealed import read_sealed, write_sealed
 from modpass.exporters.triton_config import Instances, config_text
+from modpass.exporters.triton_source import Model, Source, read_source
 from modpass.files import sha256, whole_directory
 from modpass.version import __version__
 
-__all__ = ["FILE", "export_triton"]
+__all__ = ["FILE", "check_repository", "export_triton"]
 
 FILE, SCHEMA = "triton.json", 1
 KINDS = ("auto", "cpu", "gpu")
 _PLATFORMS = {"onnx": ("onnxruntime_onnx", "model.onnx"), "engine": ("tensorrt_plan", "model.plan")}
-
-Source = str | os.PathLike[str]
-
-
-@dataclass(frozen=True)
-class _Model:
-    """One file that becomes a model."""
-
-    path: Path
-    manifest: Manifest
-
-    @property
-    def label(self) -> str:
-        shape = self.manifest.shape
-        return label(shape["batch"], shape.get("sequence"))
 
 
 def export_triton(
@@ -87,7 +73,7 @@ def export_triton(
     own_folder(repository, FILE)
     options = _Options(Instances(_count(instances, "instances"), kind), threads, warmup)
     options.check()
-    folder, models = _read(source)
+    folder, models = read_source(source)
     name = _name(name if name is not None else (folder or models[0].path.with_suffix("")).resolve().name)
     if kind == "cpu" and any(m.manifest.kind == "engine" for m in models):
         raise InputError("kind is 'cpu', but an engine runs on a GPU; give kind='gpu', or the ONNX files")
@@ -128,51 +114,15 @@ def _name(name: str) -> str:
     return name
 
 
-def _read(source: Source | Sequence[Source]) -> tuple[Path | None, list[_Model]]:
-    """The folder, if it is one, and the checked files."""
-    paths = [Path(source)] if isinstance(source, str | os.PathLike) else [Path(s) for s in source]
-    folder = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
-    if folder is not None:
-        buckets = BucketManifest.load(folder)
-        buckets.check(folder)
-        paths = [folder / b.file for b in buckets.buckets]
-    if not paths:
-        raise InputError("no file was given; give a folder of buckets, or ONNX files or engines")
-    return folder, [_checked(p) for p in paths]
-
-
-def _checked(path: Path) -> _Model:
-    """A file as its manifest describes it.
-
-    Raises:
-        InputError, VerificationError, ExportError: see ``export_triton``.
-    """
-    if not path.is_file():
-        raise InputError(f"there is no file '{path}'")
-    manifest = Manifest.load(manifest_path(path))
-    manifest.check(path)
-    if manifest.kind == "engine" and manifest.flavor != "tensorrt":
-        raise ExportError(
-            f"'{path}' is an engine of {manifest.flavor}, which Triton's TensorRT backend does not load; build it with "
-            f"flavor='tensorrt', or serve the ONNX file"
-        )
-    if manifest.kind == "onnx" and manifest.dtype == "bfloat16":
-        raise ExportError(
-            f"'{path}' is in bfloat16, which ONNX Runtime has no kernels for; export in float16, or build an engine"
-        )
-    if not manifest.inputs or not isinstance(manifest.shape.get("batch"), int):
-        raise ExportError(f"the manifest of '{path}' lists no input or no batch; export the model again")
-    return _Model(path, manifest)
-
-
-def _write(directory: Path, title: str, model: _Model, options: _Options) -> None:
+def _write(directory: Path, title: str, model: Model, options: _Options) -> None:
     manifest = model.manifest
     platform, file = _PLATFORMS[manifest.kind]
     version = directory / "1"
     version.mkdir(parents=True)
     shutil.copyfile(model.path, version / file)
-    if manifest.data is not None:
-        _link(model.path.parent / manifest.data.file, version / manifest.data.file, directory.parent)
+    for part in (manifest.data, manifest.probe):
+        if part is not None:
+            _link(model.path.parent / part.file, version / part.file, directory.parent)
     replace(manifest, file=file).save(manifest_path(version / file))
     text = config_text(
         title, platform, manifest.inputs, manifest.outputs, file=file, instances=options.instances,
@@ -209,21 +159,33 @@ def _buckets(folder: Path, repository: Path, name: str) -> None:
     manifest = BucketManifest.load(folder)
     moved = {b.file: f"{name}_{b.label}/1/model.onnx" for b in manifest.buckets}
     buckets = tuple(Bucket(b.batch, b.sequence, moved[b.file]) for b in manifest.buckets)
-    paths = [str(p.relative_to(repository)) for p in sorted(repository.glob("*/1/*")) if p.suffix != ".json"]
+    paths = [str(p.relative_to(repository)) for p in sorted(repository.glob("*/1/*")) if p.suffix in (".onnx", ".bin")]
     files = {p: sha256(repository / p) for p in paths}
     replace(manifest, buckets=buckets, files=files).save(repository)
 
 
-def _note(repository: Path, models: Mapping[str, _Model]) -> None:
-    """Write ``triton.json``: the models, and the SHA-256 of every file."""
-    files = {str(p.relative_to(repository)): sha256(p) for p in sorted(repository.rglob("*")) if p.is_file()}
+def _note(repository: Path, models: Mapping[str, Model]) -> None:
+    """Write ``triton.json``: the models, and the SHA-256 of every file that the server reads."""
+    served = (p for p in sorted(repository.rglob("*")) if p.is_file() and p.suffix not in (".json", ".safetensors"))
     facts = {
-        "schema": SCHEMA,
         "kind": "triton",
         "models": {
             n: {"platform": _PLATFORMS[m.manifest.kind][0], "shape": m.manifest.shape} for n, m in models.items()
         },
         "versions": {"modpass": __version__},
-        "files": files,
+        "files": {p.relative_to(repository).as_posix(): sha256(p) for p in served},
     }
-    (repository / FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    write_sealed(repository / FILE, SCHEMA, facts)
+
+
+def check_repository(repository: Source) -> int:
+    """Hash again what a repository serves; how many files.
+
+    Raises:
+        StateError: it is no repository of modpass, or its ``triton.json`` has changed.
+        VerificationError: a file is missing or has changed.
+    """
+    missing = "'modpass export --triton' writes one"
+    files = read_sealed(Path(repository, FILE), SCHEMA, missing, "export it again")["files"]
+    check_files(Path(repository), files, FILE)
+    return len(files)

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from modpass.errors import StateError
+from modpass.exporters import bucket_manifest, triton
 from modpass.exporters.checks import Series, Verdict
 from modpass.exporters.decoder_manifest import FILE, TOKENIZER
-from modpass.exporters.file_checks import Model, check_decoder, check_file
+from modpass.exporters.file_checks import Model, check_buckets, check_decoder, check_file, check_triton
 from modpass.exporters.manifest import manifest_path
 from modpass.exporters.within import within
 
@@ -60,6 +61,9 @@ def _folder(root: Path) -> Iterator[Series]:
         )
     for folder in decoders:
         yield check_decoder(folder, _label(folder / FILE, root))
+    for name, check in ((bucket_manifest.FILE, check_buckets), (triton.FILE, check_triton)):
+        for path in sorted(root.rglob(name)):
+            yield check(path.parent, _label(path, root))
     for file in files:
         yield check_file(file, _label(file, root))
 

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from modpass.analysis import Refusal, Sizes
-from modpass.attention import Attentions, arguments_of, find_attention
+from modpass.attention import Attentions, arguments_of
+from modpass.attention_find import find_attention
 from modpass.dropout import copy_graph
 from modpass.mixing import SOFTMAX, name_of
-from modpass.symbols import expr_of, value_of
+from modpass.symbols import expr_of, shape_of, value_of
 
 __all__ = ["causal_body", "causal_slots", "hide_unused", "mask_unused"]
 
@@ -61,7 +62,7 @@ def causal_body(body: fx.GraphModule, seq_dim: int) -> fx.GraphModule:
     for attention in attentions.found:
         if attention.fused:
             _hide_in_fused(graph, attention.node, used)
-    for node in _softmaxes(tokens, attentions):
+    for node in _ranked(tokens, attentions, sizes):
         with graph.inserting_before(node):
             scores = graph.call_function(hide_unused, (node.args[0], used))
         scores.meta = dict(node.args[0].meta)  # type: ignore[union-attr]
@@ -79,12 +80,18 @@ def dependent(graph: fx.Graph, *sources: fx.Node) -> list[fx.Node]:
     return [n for n in found if n not in sources]
 
 
-def _softmaxes(tokens: list[fx.Node], attentions: Attentions) -> list[fx.Node]:
-    """Where written-out attention turns scores into weights; each attention must have such a place."""
-    found = [n for n in tokens if name_of(n) in SOFTMAX and n.args[0] in attentions.keyed]
-    if not found and any(not a.fused for a in attentions.found):
+def _ranked(tokens: list[fx.Node], attentions: Attentions, sizes: Sizes) -> list[fx.Node]:
+    """Where scores are weighed or ranked by their keys; attention that is written out must have such a place."""
+    found = [n for n in tokens if attentions.ranked(n)]
+    if not any(name_of(n) in SOFTMAX for n in found) and any(not a.fused for a in attentions.found):
         first = next(a for a in attentions.found if not a.fused)
         raise Refusal(f"the attention at node {first.node.name} has no softmax, so that a key cannot be hidden in it")
+    for node in found:
+        scores: Any = node.args[0]
+        if not sizes.carries(shape_of(value_of(scores))[-2]):
+            raise Refusal(
+                f"the scores at node {scores.name} do not end in queries and keys, so that none can be hidden"
+            )
     return found
 
 

@@ -71,7 +71,18 @@ _PLACES = {"argmax", "argmin", "topk", "sort", "argsort"}  # what they return is
 _ORDERED = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "roll"}
 # Elementwise in fact, without the tag that says so.
 _POINTWISE = {
-    *("masked_fill", "floor_divide", "copy", "where", "clamp", "one_hot", "nan_to_num", "lerp", "hardswish"),
+    *(
+        "masked_fill",
+        "floor_divide",
+        "copy",
+        "where",
+        "clamp",
+        "one_hot",
+        "nan_to_num",
+        "lerp",
+        "hardswish",
+        "log_sigmoid",
+    ),
     *("multiply", "subtract", "divide", "absolute", "negative", "__and__", "__or__", "__xor__"),
     *("greater", "greater_equal", "less", "less_equal", "not_equal"),
     *("arccos", "arcsin", "arctan", "arccosh", "arcsinh", "arctanh", "arctan2", "fix"),
@@ -172,6 +183,7 @@ def _cuts(node: fx.Node, carries: Carries) -> Reason:
     dim = _argument(node, "dim", 0)
     if not _carries_at(node, [dim], carries):
         return None
+    after: Expr = None
     if name_of(node) in ("slice", "narrow"):
         before, after = shape_of(_tensor(node))[dim], shape_of(value_of(node))[dim]
         dropped = before - after
@@ -184,7 +196,9 @@ def _cuts(node: fx.Node, carries: Carries) -> Reason:
             and sum(map(carries, shape_of(_tensor(node)))) > 1
         ):
             return None
-    return f"{node.target} takes the sequence apart"
+    group, number = (1, 1) if after is None else after.as_coeff_Mul()
+    groups = "" if group == 1 or getattr(number, "is_Symbol", True) else f", into groups of {group} tokens"
+    return f"{node.target} takes the sequence apart{groups}"
 
 
 def _indexes(node: fx.Node, carries: Carries) -> Reason:

@@ -179,6 +179,8 @@ class RoutedBlock(nn.Module):
         self._record(scores_BS, logits_BS, index_Bk, keep_BS)
         if self.selection == "causal":
             out = self._causal(x_BSD, scores_BS, index_Bk, sides)
+        elif self._takes_all():
+            out = self.combine(x_BSD, self._run(self.body, x_BSD, None, sides), scores_BS)
         else:
             x_BkD = gather_tokens(x_BSD, index_Bk)
             y_BkD = self._run(self.body, x_BkD, index_Bk, sides)
@@ -203,7 +205,9 @@ class RoutedBlock(nn.Module):
     def choose(self, scores_BS: Tensor, keep_BS: Tensor | None, logits_BS: Tensor | None = None) -> Tensor:
         """The chosen positions ``[B, k]``, ascending; with causal selection a slot that stays free holds S."""
         ranked, k = scores_BS.detach(), self.slots(scores_BS.shape[1])
-        if self.selection == "causal":
+        if self._takes_all() and self.selection != "causal":
+            index_Bk = torch.arange(k, device=ranked.device).expand(ranked.shape[0], k)
+        elif self.selection == "causal":
             deciding = ranked if logits_BS is None else logits_BS.detach()
             index_Bk = causal_slots(self.passes(deciding, keep_BS), k)
         else:
@@ -213,6 +217,10 @@ class RoutedBlock(nn.Module):
         if _RECORDS:
             _RECORDS[-1][self.name] = index_Bk
         return index_Bk
+
+    def _takes_all(self) -> bool:
+        """Whether an exported graph has nothing to choose, gather or write back, for every token is taken."""
+        return self.capacity == 1.0 and torch.compiler.is_exporting()
 
     def passes(self, logits_BS: Tensor, keep_BS: Tensor | None) -> Tensor:
         """Which tokens go through by themselves: those whose logit says more than one half, and are no padding."""
@@ -228,15 +236,23 @@ class RoutedBlock(nn.Module):
         update_BkD = self.combine(x_BkD, y_BkD, gather_tokens(scores_BS, safe_Bk))
         return write_back(F.pad(x_BSD, (0, 0, 0, 1)), update_BkD, index_Bk)[:, :S]
 
-    def _run(self, body: nn.Module, x_BkD: Tensor, index_Bk: Tensor, sides: Sequence[Any], *used: Tensor) -> Tensor:
-        """The body on the chosen tokens; checkpointed, it is the choice that is kept and never made again."""
+    def _run(
+        self, body: nn.Module, x_BkD: Tensor, index_Bk: Tensor | None, sides: Sequence[Any], *used: Tensor
+    ) -> Tensor:
+        """The body on the chosen tokens; checkpointed, it is the choice that is kept and never made again.
+
+        index_Bk: None where every token is taken, in order.
+        """
         if self.checkpoint and torch.is_grad_enabled() and not torch.compiler.is_exporting():
             again: Tensor = checkpoint(self._body, body, x_BkD, index_Bk, sides, *used, use_reentrant=False)
             return again
         return self._body(body, x_BkD, index_Bk, sides, *used)
 
-    def _body(self, body: nn.Module, x_BkD: Tensor, index_Bk: Tensor, sides: Sequence[Any], *used: Tensor) -> Tensor:
-        taken = [s if g is None else take(s, index_Bk, g) for s, g in zip(sides, self.gathers, strict=True)]
+    def _body(
+        self, body: nn.Module, x_BkD: Tensor, index_Bk: Tensor | None, sides: Sequence[Any], *used: Tensor
+    ) -> Tensor:
+        pairs = zip(sides, self.gathers, strict=True)
+        taken = [s if g is None or index_Bk is None else take(s, index_Bk, g) for s, g in pairs]
         x_k = x_BkD if self.seq_dim == 1 else x_BkD.transpose(0, 1)
         y_k: Tensor = body(x_k, *taken, *self.own(), *used)
         return y_k if self.seq_dim == 1 else y_k.transpose(0, 1)

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from modpass.dropout import AttentionDropout
 from modpass.errors import BlockError, InputError, StateError, TraceError
@@ -154,6 +155,12 @@ def _once(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str
     for name, tensor in named.items():
         if tensor.is_meta:
             raise StateError(f"'{name}' is on the meta device and has no values; load weights before saving")
+        wraps: bool = is_traceable_wrapper_subclass(tensor)
+        if wraps:
+            raise StateError(
+                f"'{name}' is a {type(tensor).__name__}, which a file of plain tensors cannot hold; save the model "
+                "before it is quantised or sharded, and do that again after loading"
+            )
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and first.setdefault(place, name) != name:
             tied[name] = first[place]

@@ -21,6 +21,8 @@ from modpass.errors import ExportError, InputError, StateError, VerificationErro
 from modpass.exporters import BucketManifest, BucketSession, FixedShape, export_buckets, verify
 from modpass.exporters.bucket_fit import Fit
 from modpass.exporters.padding import find_mask, try_padding
+from modpass.exporters.sealed import write_sealed
+from tests.sealing import change
 from tests.test_transform import routed_pair, set_blocks
 from tests.zoo import ZOO, first, make
 
@@ -147,7 +149,8 @@ def test_all_buckets_read_one_file_of_weights(folder: Path) -> None:
     graphs = {f"{label}.onnx" for label in ("1x12", "3x24")}
     assert files == {*graphs, *(f"{g}.json" for g in graphs), "weights.bin", "buckets.json"}
     parameters = sum(p.numel() * p.element_size() for p in family.model.parameters())
-    assert parameters < (family.folder / "weights.bin").stat().st_size < 1.05 * parameters + 30_000
+    kept = (family.folder / "weights.bin").stat().st_size  # less what is too small to lie apart
+    assert 0.9 * parameters < kept < 1.05 * parameters + 30_000
     assert all((family.folder / g).stat().st_size < parameters / 2 for g in graphs)
     for graph in graphs:
         loaded = onnx.load(family.folder / graph, load_external_data=False)
@@ -294,18 +297,15 @@ def _with(**fields: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "another schema": (_with(schema=7), "another schema than 1"),
-    "a list": (lambda raw: [raw], "another schema than 1"),
     "no buckets": (_with(buckets=[]), "lists no bucket"),
     "a bucket without a hash": (
         _with(buckets=[{"batch": 1, "sequence": 4, "file": "other.onnx"}]),
         "does not vouch for 'other.onnx'",
     ),
-    "a file outside": (_with(files={"../1x4.onnx": "00"}), "outside of its folder"),
     "a batch of zero": (_with(buckets=[{"batch": 0, "sequence": 4, "file": "1x4.onnx"}]), "must be 1 or more, found 0"),
     "a side that is none": (_with(padding={"sequence": "top", "batch": True}), "allowed are 'right', 'left' and null"),
     "padding of no kind": (_with(padding=None), "'padding' must be dict"),
-    "a mask that is no input": (_with(mask={"name": "m", "real": 1}), "the mask 'm' is no input"),
+    "a mask that is no input": (_with(mask={"name": "m", "real": 1}), "the mask 'm' is no input, or not of 0 and 1"),
     "an unknown field": (_with(more=1), "has the unknown field 'more'"),
     "a dim in words": (
         _with(inputs=[{"name": "ids", "dims": ["width"], "dtype": "int64"}]),
@@ -325,18 +325,23 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_manifest_is_refused_in_words(name: str, tiny: Path) -> None:
-    change, message = DAMAGE[name]
-    raw = json.loads((tiny / "buckets.json").read_text())
-    (tiny / "buckets.json").write_text(json.dumps(change(raw)))
+    alter, message = DAMAGE[name]
+    raw = {k: v for k, v in json.loads((tiny / "buckets.json").read_text()).items() if k not in ("schema", "digest")}
+    write_sealed(tiny / "buckets.json", 1, alter(raw))
     with pytest.raises(StateError, match=message):
         BucketSession(tiny)
 
 
-def test_text_that_is_no_manifest_is_refused_in_words(tiny: Path) -> None:
-    (tiny / "buckets.json").write_text("[" * 100_000)
-    with pytest.raises(StateError, match="cannot be read"):
+def test_a_manifest_that_was_edited_or_leads_out_of_its_folder_is_refused(tiny: Path) -> None:
+    path = tiny / "buckets.json"
+    raw = json.loads(path.read_text())
+    change(path, files={**raw["files"], "../tiny/1x4.onnx": "00"})
+    with pytest.raises(VerificationError, match="which leads out of the folder"):
         BucketSession(tiny)
-    (tiny / "buckets.json").write_text("{")
+    path.write_text(path.read_text().replace('"right"', '"left"'))
+    with pytest.raises(StateError, match="has changed since it was written"):
+        BucketSession(tiny)
+    path.write_text("{")
     with pytest.raises(StateError, match="cannot be read"):
         BucketSession(tiny)
 

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 import modpass
 from modpass.bench import count_flops
 from modpass.errors import InputError
-from modpass.training import BlockCalibration, calibrate, cosine_change, hidden_norm, relative_change
+from modpass.training import (
+    BlockCalibration,
+    block_costs,
+    calibrate,
+    cosine_change,
+    dense_mode,
+    relative_change,
+    skipped,
+)
 from modpass.training.calibration import pick
 from tests.test_routing_losses import lm_loss
 from tests.zoo import ZOO, Decoder, TrilAttention, make, masked, tokens
@@ -64,7 +72,7 @@ def plain_fit(model: nn.Module, path: str, batches: list[Tensor], score: Any) ->
 @pytest.mark.parametrize("score", [relative_change, cosine_change])
 def test_the_fit_equals_plain_least_squares_on_the_dense_models_stream(score: Any) -> None:
     model, batches = copy.deepcopy(traced()), [tokens(2, 16), tokens(3, 20)]
-    found = calibrate(model, batches, score=score)
+    found = calibrate(model, batches, score=score, first_token=False)
     for name in ("blocks.0", "blocks.3"):
         wanted = plain_fit(small(), name, batches, score)
         assert np.allclose(model.routed_blocks[name].router.weight.numpy(force=True), wanted, rtol=1e-3, atol=1e-4)
@@ -74,7 +82,7 @@ def test_the_fit_equals_plain_least_squares_on_the_dense_models_stream(score: An
 def test_a_score_that_is_linear_is_met_exactly_and_its_sign_decides_causally() -> None:
     model, ids = copy.deepcopy(traced()), tokens(1, 24)
     direction = torch.randn(16)
-    found = calibrate(model, [ids], score=lambda x, y: x @ direction + 0 * hidden_norm(x, y))
+    found = calibrate(model, [ids], score=lambda x, y: x @ direction, first_token=False)
     assert found.blocks["blocks.0"].agreement == 1.0
     model(ids)
     last = model.routed_blocks["blocks.0"].last
@@ -117,13 +125,69 @@ def test_fitted_routers_lose_less_than_the_same_routers_turned_round() -> None:
     model, batches = copy.deepcopy(traced()), [tokens(4, 24), tokens(4, 24)]
     found = calibrate(model, batches)
     fitted = sum(b.lost for b in found.blocks.values())
-    from modpass.training.calibration import _costs
-
-    with torch.no_grad():
-        for block in model.routed_blocks.values():
-            block.router.weight.neg_()
-        turned = sum(_costs(model, list(found.blocks), batches, None).values())
+    for block in model.routed_blocks.values():
+        block.router.weight.data.neg_()
+    turned = sum(block_costs(model, batches).values())
     assert fitted < 0.95 * turned
+
+
+def test_the_first_real_token_goes_through_whatever_its_score_says() -> None:
+    inputs = masked(3, 16, "left")
+    model = modpass.mod_transform(make("llama"), 0.25, gate="unit").eval()
+
+    def never_the_first(x: Tensor, y: Tensor) -> Tensor:
+        score = relative_change(x, y)
+        first = inputs["attention_mask"].argmax(1)
+        return score.scatter(1, first[:, None], -10.0)
+
+    first, firsts = inputs["attention_mask"].argmax(1), []
+    for first_token in (True, False):
+        calibrate(model, [inputs], score=never_the_first, first_token=first_token)
+        with modpass.recorded_choices() as choices:
+            model(**inputs)
+        # The first routed block, which is given the stream that its router was fitted on.
+        firsts.append((choices["model.layers.1"] == first[:, None]).any(1).tolist())
+    assert firsts == [[True] * 3, [False] * 3]
+
+
+def test_a_blocks_cost_is_that_of_the_whole_model_run_with_it_alone_changed() -> None:
+    model, batches = copy.deepcopy(traced()).eval(), [tokens(2, 16), tokens(3, 20)]
+    routed = block_costs(model, batches, lm_loss)
+    dropped = block_costs(model, batches, lm_loss, lambda name: skipped(model, [name]))
+    plain = small()
+    for name in model.routed_blocks:
+        shorter = copy.deepcopy(plain)
+        del shorter.blocks[int(name[-1])]  # type: ignore[union-attr,operator,arg-type]
+        with torch.no_grad():
+            base = [lm_loss(plain(b), b).item() for b in batches]
+            with dense_mode(model, but=[name]):
+                one = [lm_loss(model(b), b).item() for b in batches]
+            without = [lm_loss(shorter(b), b).item() for b in batches]
+        assert routed[name] == pytest.approx(np.mean(one) - np.mean(base), abs=1e-5)
+        assert dropped[name] == pytest.approx(np.mean(without) - np.mean(base), abs=1e-5)
+    assert not any("forward" in b.__dict__ or b._forward_hooks for b in model.routed_blocks.values())
+
+
+def test_costs_and_agreement_are_those_of_other_batches_where_there_are_some() -> None:
+    model, few, others = copy.deepcopy(traced()), [tokens(1, 12)], [tokens(4, 20)]
+    own = calibrate(model, few).blocks["blocks.3"]
+    other = calibrate(model, few, held_out=others).blocks["blocks.3"]
+    assert own.agreement > other.agreement, "12 tokens fit 16 weights"
+    assert other.lost == pytest.approx(block_costs(model.eval(), others)["blocks.3"])
+
+
+def test_a_compiled_model_is_calibrated_as_it_would_be_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    from modpass.decode.example import tiny_decoder
+
+    ids = torch.arange(10).reshape(1, 10)
+    plain, model = tiny_decoder(True), tiny_decoder(True)
+    model.load_state_dict(plain.state_dict())
+    compiled = torch.compile(model, backend="eager")
+    compiled(ids)
+    wanted, found = calibrate(plain, [ids]), calibrate(compiled, [ids])
+    assert found.blocks["blocks.1"].lost == pytest.approx(wanted.blocks["blocks.1"].lost)
+    weights = [m.routed_blocks["blocks.1"].router.weight for m in (plain, model)]
+    assert torch.allclose(*weights)
 
 
 def test_auto_stays_within_the_budget_by_another_count_of_operations() -> None:
@@ -149,6 +213,8 @@ def test_the_cheapest_per_saving_goes_first() -> None:
         "small": BlockCalibration(1.0, 0.2, (20, 10)),
         "free": BlockCalibration(1.0, -0.1, (20, 10)),
     }
+    whole = {"whole": BlockCalibration(1.0, -1.0, (20, 20))}
+    assert pick({**blocks, **whole}, 100, 0.95) == ("free",), "what saves nothing is not routed"
     assert [pick(blocks, 100, b) for b in (1.0, 0.95, 0.5, 0.31)] == [
         (),
         ("free",),
@@ -166,5 +232,27 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
         calibrate(copy.deepcopy(traced()), [tokens(2, 16)], budget=0.1)
     with pytest.raises(InputError, match=r"budget is 2; it must be in \(0, 1\]"):
         calibrate(copy.deepcopy(traced()), [tokens(2, 16)], budget=2)
+    for batch, kind in ((tokens(2, 16), "Tensor"), ({"ids": tokens(2, 16)}, "dict")):
+        with pytest.raises(InputError, match=rf"batches is one {kind}; give a list of batches, such as \[batch\]"):
+            calibrate(traced(), batch)
+    with pytest.raises(InputError, match=r"score gave the shape \[2\] for block 'blocks.0'; it must be \[2, 16\]"):
+        calibrate(copy.deepcopy(traced()), [tokens(2, 16)], score=lambda x, y: x[:, 0, 0])
+    with (
+        pytest.raises(InputError, match=r"there is no routed block 'blocks\.9'; there are: blocks\.0"),
+        skipped(traced(), ["blocks.9"]),
+    ):
+        pass
+    broken = copy.deepcopy(traced())
+    broken.get_parameter("embed.weight").data.fill_(float("nan"))
+    with pytest.raises(InputError, match=r"block 'blocks.0' was given or gave values that are not finite"):
+        calibrate(broken, [tokens(2, 16)])
+    padded = modpass.mod_transform(make("llama"), 0.25, gate="unit")
+    nothing = {"input_ids": tokens(1, 8), "attention_mask": torch.zeros(1, 8, dtype=torch.int64)}
+    with pytest.raises(InputError, match="got no real token to fit its router on; are the batches padding alone"):
+        calibrate(padded, [nothing])
+    with pytest.raises(InputError, match="budget is 1, which the dense model meets without routing"):
+        modpass.mod_transform(
+            small(), 0.5, blocks="auto", budget=1.0, calibration=[tokens(2, 12)], example_inputs=(tokens(2, 12),)
+        )
     with pytest.raises(InputError, match='blocks="auto", budget= and calibration= belong together'):
         modpass.mod_transform(small(), blocks="auto", example_inputs=ZOO["tril-buffer"].example_inputs())

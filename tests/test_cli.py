@@ -134,8 +134,8 @@ def test_bench_measures_and_writes_a_report(tmp_path: Path, capsys: Capture) -> 
     out, err = run(capsys, "bench", DECODER, *options, "--out", tmp_path / "report")
     assert err == ""
     assert re.search(r"^ *torch +-?\d+% +\d+\.\d+×", out, re.M)
-    assert sorted(p.suffix for p in (tmp_path / "report").iterdir()) == [".json", ".md", ".png"]
-    case = json.loads((tmp_path / "report" / "tests.bench_decoder-decoder.json").read_text())["case"]
+    assert sorted(p.suffix for p in (tmp_path / "report").iterdir()) == ["", ".html", ".json", ".md"]
+    case = json.loads((tmp_path / "report" / "tests.bench_decoder-decoder.json").read_text())["results"][0]["case"]
     assert (case["sequence"], case["capacity"], case["every"]) == (64, 0.25, 2)
 
 

@@ -13,11 +13,11 @@ from tests.commands import DECODER, Capture, fails, run
 def test_buckets_are_written_and_each_compared(tmp_path: Path, capsys: Capture) -> None:
     out, err = run(capsys, "export", DECODER, "--buckets", "2x16,1x8", "--out", tmp_path / "b", "--selection", "causal")
     assert err == ""
-    assert out.count("in ONNX Runtime beside PyTorch, logits: max abs") == 2
+    assert out.count("in ONNX Runtime beside PyTorch, output: max abs") == 2
     assert "smaller requests: tokens are padded on the right, rows are added" in out
     assert f"wrote {tmp_path / 'b'} (1x8.onnx" in out
     session = BucketSession(tmp_path / "b")
-    assert session({"input_ids": [[3] * 9]})["logits"].shape[:2] == (1, 9)
+    assert session({"input_ids": [[3] * 9]})["output"].shape[:2] == (1, 9)
     models = "wrote {} (Triton models: again_1x8, again_2x16)"
     (tmp_path / "b").rename(tmp_path / "again")
     out, _ = run(capsys, "export", tmp_path / "again", "--triton", tmp_path / "r", "--instances", 3)

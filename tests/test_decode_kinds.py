@@ -153,14 +153,13 @@ def test_routed_blocks_keep_a_diagonal_that_the_mask_hides() -> None:
 @pytest.mark.parametrize(
     ("attention", "words"),
     [
-        (lambda: Written(lambda scores, x: scores + x.mean(-1)[:, None, None]), "values made from each key's token"),
         (lambda: Written(lambda scores, x: scores / x.shape[1]), "computes with the sequence length"),
         (lambda: HeadFirst(), "stacks rows of the batch"),
         (lambda: Fused(None), "not causal"),
         (lambda: Fused(lambda S: torch.arange(S)[:, None] // 4 >= torch.arange(S) // 4), "not causal"),
         (lambda: Fused(lambda S: strict(S) | torch.eye(S).bool() | (torch.arange(S) < 3)), "not causal"),
     ],
-    ids=["bias from tokens", "divided by S", "heads first", "both ways", "chunks", "prefix"],
+    ids=["divided by S", "heads first", "both ways", "chunks", "prefix"],
 )
 def test_what_cannot_be_cached_is_refused_in_words(attention: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(BlockError, match=words):

@@ -1,4 +1,4 @@
-"""Training as users do it: Hugging Face's Trainer, accelerate, LoRA."""
+"""Training as users do it: Hugging Face's Trainer, accelerate, LoRA; and quantised weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import transformers
 from torch import Tensor
 
 import modpass
+from modpass.errors import StateError
+from modpass.exporters import FixedShape, export_onnx, verify
+from modpass.reference import Setting, routed_reference
 from modpass.training import RoutingMixin, capacity_schedule, routers_only, routing_losses, schedule_callback
 from tests.zoo import make, tokens
 
@@ -105,3 +108,22 @@ def test_lora_on_the_dense_model_goes_through_the_pass() -> None:
     assert {n.rpartition(".layers.")[2].split(".")[0] for n in names if "lora_" in n} == {"0", "1", "2", "3"}
     assert all("lora_" in n or n.endswith("router.weight") for n in names)
     assert len(routers_only(routed)) == 2
+
+
+def test_a_model_with_int8_weights_goes_through_the_pass_and_to_onnx(tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="an extra of its own")
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 96, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    routed = modpass.mod_transform(model, 0.25, every=1, example_inputs=(torch.randn(2, 11, 64),))
+    x = torch.randn(3, 17, 64)
+    settings = {n: Setting(0.25, "linear", b.router.weight) for n, b in routed.routed_blocks.items()}
+    with torch.no_grad(), routed_reference(model, settings) as reference:
+        wanted = reference(x)
+    with torch.no_grad():
+        assert torch.allclose(routed(x), wanted, atol=1e-4)
+    export_onnx(routed, tmp_path / "int8.onnx", FixedShape(2, 12))
+    verify(routed, tmp_path / "int8.onnx").check()
+    with pytest.raises(StateError, match=r"linear1.weight' is a \w+, which a file of plain tensors cannot hold"):
+        modpass.save_pretrained(routed, tmp_path / "saved")

@@ -192,6 +192,37 @@ class OfPieces(nn.Module):
         return x
 
 
+class Biased(nn.Module):
+    """Attention with a bias on the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(48, 144), nn.Linear(48, 48)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, bias[:, None, None])
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Tiles(nn.Module):
+    """Four tiles of an image by construction; the trace cannot tell that a bias for each tile has as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut, self.tile = nn.Conv1d(5, 48, 3, 3), nn.Parameter(torch.randn(4, 48))
+        self.blocks = nn.ModuleList(Biased() for _ in range(2))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        pieces = self.cut(x.flatten(0, 1)).transpose(1, 2)
+        count = pieces.shape[1]
+        x = (pieces.unflatten(0, (-1, 4)) + self.tile[:, None]).flatten(1, 2)
+        bias = bias[:, :, None].expand(-1, -1, count).flatten(1)
+        for block in self.blocks:
+            x = block(x, bias)
+        return x
+
+
 class SharedKeys(nn.Module):
     """Blocks that make queries alone, and attend to keys and values made once for all of them."""
 
@@ -318,6 +349,10 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], dict[str, A
     ),
     "a table of one length": (lambda: OfPieces(False), lambda B, S: {"x": torch.randn(B, 5, 54)}),
     "a table of the block's own": (lambda: OfPieces(True), lambda B, S: {"x": torch.randn(B, 5, 54)}),
+    "a bias by another input's sizes": (
+        Tiles,
+        lambda B, S: {"x": torch.randn(B, 4, 5, S), "bias": torch.randn(B, 4)},
+    ),
     "fixed tokens": (FixedTokens, lambda B, S: {"x": torch.randn(B, 16, 48)}),
 }
 

@@ -55,7 +55,7 @@ class TestMeasure:
 
     def test_on_a_gpu_the_device_is_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         waits: list[None] = []
-        monkeypatch.setattr("modpass.bench.run.synchronize_gpu", lambda: waits.append(None))
+        monkeypatch.setattr("modpass.bench.measuring.synchronize_gpu", lambda: waits.append(None))
         measured(Counting(device="cpu"), tmp_path)
         assert not waits
         measured(Counting(device="cuda"), tmp_path)

@@ -208,7 +208,7 @@ def longer(folder: Path) -> None:
         (StateError, lambda f: spoil(f, "decode", versions={"tensorrt": "10.8"}),
          r"decode.engine' was built by TensorRT 10.8, this is 10.9, and a plan is read by its own version alone;"),
         (StateError, lambda f: spoil(f, "decode", versions={}), r"was built by TensorRT of an unknown version, this"),
-        (StateError, lambda f: spoil(f, "decode", outputs=[]), r"the decode graph returns 'logits', but it does not"),
+        (StateError, lambda f: spoil(f, "decode", outputs=[]), r"the decode graph returns 'output', but it does not"),
         (BuildError, lambda f: spoil_plan(f), "made no engine of .*decode.engine': Error Code 6: the engine was built"),
     ],
     ids=["no engine", "no manifest", "other flavour", "other graph", "changed", "longer", "other version", "no version",

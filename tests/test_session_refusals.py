@@ -115,7 +115,7 @@ def edited(folder: Path, target: Path, **facts: Any) -> Path:
         ({"routing": [{"caches": []}]}, "'routing[0].slots' must be int, found None"),
         ({"files": {"decode.onnx": 1}}, "files['decode.onnx']' must be str, found 1"),
         ({"colour": "blue"}, "has the unknown field 'colour'"),
-        ({"schema": 1}, "has another schema than 2; export the model again"),
+        ({"schema": 1}, "has schema 1, of an older modpass; this one"),
         # whole, but of another model
         ({"tokens": "words"}, "the decode graph takes 'words', but it does not; export again"),
         ({"logits": "scores"}, "the decode graph returns 'scores', but it does not"),

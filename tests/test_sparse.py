@@ -10,6 +10,7 @@ import modpass
 from modpass.errors import BlockError
 from modpass.exporters import FixedShape, export_onnx, verify
 from modpass.reference import Setting, routed_reference
+from tests.decoders import LENGTH, full_forward, generated
 from tests.test_transform import relative
 from tests.zoo import Decoder, tokens
 
@@ -78,10 +79,20 @@ def test_a_budget_that_keeps_the_first_tokens_is_no_mask_of_keys() -> None:
         modpass.mod_transform(Decoder(lambda w, h: Cut(w, h, 6)).eval(), 0.5, example_inputs=(tokens(2, 19),))
 
 
-def test_decode_says_that_it_does_not_follow_picked_keys() -> None:
-    model = Decoder(lambda w, h: Picking(w, h, 6)).eval()
+@pytest.mark.parametrize("budget", [3, 64], ids=["few keys", "more than there are"])
+def test_decode_follows_picked_keys(budget: int) -> None:
+    """Dense and routed; the routed model is also what the slow reference makes of the dense one."""
+    model, ids = Decoder(lambda w, h: Picking(w, h, budget)).eval(), tokens(3, LENGTH)
     dense = modpass.trace(model, (tokens(2, 19),))
-    with pytest.raises(BlockError, match=r"cannot be decoded: aten\.topk\.default runs along the sequence"):
-        modpass.decode_step(dense, batch=1, max_sequence=16)
-    with pytest.raises(BlockError, match=r"cannot select causally: .* multiplies tokens with tokens outside attention"):
-        modpass.mod_transform(model, 0.5, selection="causal", example_inputs=(tokens(2, 19),))
+    routed = modpass.mod_transform(model, 0.5, selection="causal", example_inputs=(tokens(2, 19),))
+    for block in routed.routed_blocks.values():
+        block.max_sequence = LENGTH
+        torch.nn.init.normal_(block.router.weight)
+    settings = {n: Setting(0.5, "linear", b.router.weight, selection="causal") for n, b in routed.routed_blocks.items()}
+    with torch.no_grad(), routed_reference(model, settings) as reference:
+        assert relative(full_forward(routed, ids), reference(ids)) < 1e-4
+    for whole in (dense, routed):
+        logits, positions, _ = generated(whole, ids, torch.tensor([9, 4, 1]))
+        wanted = full_forward(whole, ids)
+        for row in range(3):
+            assert relative(logits[row], wanted[row, positions[row]]) < 1e-4

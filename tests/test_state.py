@@ -421,3 +421,15 @@ def test_a_missing_transformers_is_named(saved: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'modpass\[hf\]'"):
         modpass.load(saved)
+
+
+def test_a_tensor_made_of_others_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    dense = nn.Linear(3, 3)
+    routed = modpass.trace(dense, (torch.randn(2, 3),))
+    parts = torch.randn(3, 3), torch.randn(3, 3)
+    routed.weight = nn.Parameter(TwoTensor(*parts), requires_grad=False)  # type: ignore[no-untyped-call]
+    with pytest.raises(StateError, match="'weight' is a TwoTensor, which a file of plain tensors cannot hold"):
+        modpass.save_pretrained(routed, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()

@@ -90,15 +90,16 @@ def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
 
 def test_the_verdict_compares_the_best_of_each_kind() -> None:
     def result(name: str, loss: float, **setup: object) -> RunResult:
-        base = {"name": name, "width": 8, "every": 0, "selection": "expert_choice", **setup}
+        base = {"name": name, "width": 8, "every": 0, "selection": "expert_choice", "seed": 0, **setup}
         causal = {"causal": loss * 1.01, "causal_tight": loss * 1.02}
         return RunResult(base, 1, 10, 1, step_s=2.0, loss=loss, accuracy=0.9, **causal)
 
     results = [result("a", 2.0), result("b", 1.5, width=16), result("c", 1.2, every=2), result("d", 1.8, every=2)]
     results += [result("e", 1.0, every=1), result("f", 2.4, every=2, selection="stochastic")]
-    assert verdict([*results[:2], result("g", 1.1, every=2, width=16), *results[2:]])["stochastic"] == pytest.approx(
-        2.0
-    )
+    wider, again = result("g", 1.1, every=2, width=16), result("h", 0.5, every=2, seed=1)
+    with_both = verdict([*results, wider, again])
+    assert with_both["stochastic"] == pytest.approx(2.4 / ((1.2 + 1.8 + 0.5) / 3)), "another width counted"
+    assert with_both["loss"] == pytest.approx(1.1 / 1.5), "the best of several seeds is no fair best"
     results[2].step_s, results[2].flops_per_step = 1.0, 5
     found = verdict(results)
     assert found == pytest.approx(
@@ -106,14 +107,15 @@ def test_the_verdict_compares_the_best_of_each_kind() -> None:
             "loss": 0.8,
             "step": 0.5,
             "flops": 0.5,
-            "stochastic": 2.0,
+            "stochastic": 2.4 / 1.5,
+            "stochastic_least": 2.4 / 1.8,
             "causal": 1.01,
             "causal_tight": 1.02,
             "accuracy": 0.9,
         }
     )
     assert study_table(results)[0] == ("a", "1", "1", "2000", "2.0000", "2.0200", "2.0400", "90.0%")
-    assert "stochastic 2.0000; causal 1.0100" in study_markdown(results, RUN)
+    assert "stochastic_least 1.3333; causal 1.0100" in study_markdown(results, RUN)
     with pytest.raises(InputError, match="a comparison needs a dense and a routed run"):
         verdict(results[:2])
 

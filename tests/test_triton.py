@@ -22,8 +22,11 @@ from modpass.decode.example import tiny_decoder
 from modpass.errors import ExportError, InputError, StateError, VerificationError
 from modpass.exporters import BucketSession, FixedShape, Manifest, export_buckets, export_onnx, export_triton
 from modpass.exporters.manifest import TensorSpec, manifest_path
+from modpass.exporters.triton import check_repository
 from modpass.exporters.triton_config import Instances, config_text
+from modpass.exporters.verdict import verdict
 from modpass.files import sha256
+from tests.sealing import change
 
 SHAPES = [(1, 4), (1, 8), (2, 8)]
 NUMPY = {"TYPE_INT64": np.int64, "TYPE_FP32": np.float32, "TYPE_FP16": np.float16, "TYPE_BOOL": np.bool_}
@@ -152,15 +155,29 @@ def test_a_repository_is_a_folder_of_buckets_too(buckets: Path, repository: Path
         assert all(np.array_equal(found[n], wanted[n]) for n in wanted)
 
 
-def test_every_file_is_hashed(repository: Path) -> None:
+def test_every_file_that_is_served_is_hashed(repository: Path, tmp_path: Path) -> None:
     facts = json.loads((repository / "triton.json").read_text())
     assert (facts["schema"], facts["kind"]) == (1, "triton")
     assert set(facts["models"]) == {p.name for p in repository.iterdir() if p.is_dir()}
-    files = {str(p.relative_to(repository)) for p in repository.rglob("*") if p.is_file()}
-    assert set(facts["files"]) == files - {"triton.json"}
-    assert all(sha256(repository / n) == digest for n, digest in facts["files"].items())
+    files = {p.relative_to(repository).as_posix() for p in repository.rglob("*") if p.is_file()}
+    assert set(facts["files"]) == {f for f in files if not f.endswith(".json")}
+    assert check_repository(repository) == 3 * len(
+        ["model.onnx", "weights.bin", "config.pbtxt", "warmup/attention_mask"]
+    )
     for model in repository.glob("*/1/model.onnx"):
         Manifest.load(manifest_path(model)).check(model)
+
+
+def test_verify_finds_what_was_changed(buckets: Path, tmp_path: Path) -> None:
+    export_triton(buckets, tmp_path / "r")
+    found = verdict(tmp_path / "r").check()
+    assert {c.name for c in found.checks if c.file in ("buckets.json", "triton.json")} == {"hashes"}
+    config = tmp_path / "r" / "masked_1x4" / "config.pbtxt"
+    config.write_text(config.read_text().replace("max_batch_size: 0", "max_batch_size: 8"))
+    with pytest.raises(VerificationError, match=r"config.pbtxt' is not the file that was exported"):
+        verdict(tmp_path / "r").check()
+    with pytest.raises(VerificationError, match=r"config.pbtxt' is not the file that was exported"):
+        check_repository(tmp_path / "r")
 
 
 def test_without_a_warm_up_there_is_none(buckets: Path, tmp_path: Path) -> None:
@@ -207,6 +224,10 @@ def test_engines_are_plans(tmp_path: Path) -> None:
         export_triton(engine(tmp_path / "x.engine", "tensorrt-rtx"), tmp_path / "x")
     with pytest.raises(InputError, match="kind is 'cpu', but an engine runs on a GPU"):
         export_triton(engines, tmp_path / "x", kind="cpu")
+    stripped = engine(tmp_path / "s.engine", "tensorrt")
+    change(manifest_path(stripped), stripped=True)
+    with pytest.raises(ExportError, match="is an engine without its weights, which Triton cannot put back"):
+        export_triton(stripped, tmp_path / "x")
     with pytest.raises(InputError, match="two files have the shape of 'm_1x8'"):
         export_triton([engines[0], engines[0]], tmp_path / "x", "m")
     assert not (tmp_path / "x").exists()

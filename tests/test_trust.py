@@ -226,7 +226,7 @@ def test_a_model_is_compared_and_another_one_is_told(exported: Path, capsys: Cap
     out, _ = run(capsys, "verify", exported / "m.onnx", "--model", "tests.broken_exports:encoder")
     assert "of the model, token choices 100.00% equal" in out
     other = ("verify", str(exported / "m.onnx"), "--model", "tests.bench_decoder:decoder")
-    assert "which the model does not" in refused(capsys, exported, other)
+    assert "routes block 'blocks.1', the model does not" in refused(capsys, exported, other)
     assert "a model is compared with one ONNX file" in refused(capsys, exported, ("verify", str(exported), *other[2:]))
 
 

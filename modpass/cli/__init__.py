@@ -21,6 +21,7 @@ from modpass.cli import (
     export,
     generate,
     inspect,
+    plan,
     plan_report,
     study,
     transform,
@@ -56,6 +57,7 @@ app.command("build")(build.command)
 app.command("plan-report")(plan_report.command)
 app.command("verify")(verify.command)
 app.command("bench")(bench.command)
+app.command("plan")(plan.command)
 app.command("coverage")(coverage.command)
 app.add_typer(study.app, name="study")
 

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["console", "grid", "mebibytes", "progress", "status"]
+__all__ = ["console", "grid", "mebibytes", "progress", "progresses", "status"]
 
 # A table in a file or a pipe is not cut to the width of some terminal.
 PIPED_WIDTH = 1000
@@ -49,12 +49,21 @@ def status(what: str) -> Iterator[None]:
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on a terminal; the function that is yielded takes (what, steps done, steps expected or 0)."""
+    with progresses(1) as (tell,):
+        yield tell
+
+
+@contextmanager
+def progresses(count: int) -> Iterator[tuple[Callable[[str, int, int], None], ...]]:
+    """As many bars as ``count``, the first on top, and a function for each."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     screen = Console(stderr=True)
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("")
 
-        def tell(what: str, done: int, expected: int) -> None:
-            bar.update(task, description=what, completed=done, total=expected or None)
+        def teller() -> Callable[[str, int, int], None]:
+            task = bar.add_task("")
+            return lambda what, done, expected: bar.update(
+                task, description=what, completed=done, total=expected or None
+            )
 
-        yield tell
+        yield tuple(teller() for _ in range(count))

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from modpass.analysis import SEQUENCE, Refusal, Sizes
 from modpass.attention import moves
 from modpass.decode.worlds import is_size, size_at
 from modpass.symbols import shape_of, value_of
 
-__all__ = ["Cut", "cut_at", "named", "spreads_heads"]
+__all__ = ["Cut", "by_rows", "cut_at", "named", "spreads_heads"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def cut_at(node: fx.Node, tokens: set[fx.Node], sizes: Sizes, known: dict[Any, i
     for i, candidate in enumerate(way):
         shape = shape_of(value_of(candidate))
         dims = [d for d, size in enumerate(shape) if sizes.carries(size)]
-        if len(dims) == 1 and sizes.canonical(shape[dims[0]]) == SEQUENCE and _by_rows(candidate, sizes, known):
+        if len(dims) == 1 and sizes.canonical(shape[dims[0]]) == SEQUENCE and by_rows(candidate, sizes, known):
             rest = [sizes.canonical(s).subs(known) for d, s in enumerate(shape) if d != dims[0]]
             if all(s.is_Integer for s in rest):
                 number = torch.Size(map(int, rest)).numel()
@@ -49,7 +49,7 @@ def cut_at(node: fx.Node, tokens: set[fx.Node], sizes: Sizes, known: dict[Any, i
     return min(fit, key=lambda f: f[:4])[4]
 
 
-def _by_rows(node: fx.Node, sizes: Sizes, known: dict[Any, int]) -> bool:
+def by_rows(node: fx.Node, sizes: Sizes, known: dict[Any, int]) -> bool:
     """Whether dim 0 counts rows of the batch, or several entries a row that lie together; tried on numbered rows."""
     way, trial = [node], {**known, sizes.batch: 2}
     while moves(way[-1]) and isinstance(way[-1].args[0], fx.Node):
@@ -92,13 +92,14 @@ def spreads_heads(cut: Cut, heads: int, sizes: Sizes, known: dict[Any, int]) -> 
     return last.shape == wanted.shape and bool(torch.equal(last, wanted))
 
 
-def named(pairs: list[tuple[fx.Node, str]]) -> list[str]:
-    """A name for each cache, of its node and kind; those of a module that is called again are numbered."""
+def named(pairs: list[tuple[fx.Node, str]], model: nn.Module) -> list[str]:
+    """A name for each cache, of its node and kind, numbered where another cache or a parameter has it."""
     found: list[str] = []
+    taken = {n for n, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     for node, kind in pairs:
         plain = name = cache_name(node, kind)
         number = 1
-        while name in found:
+        while name in found or name in taken:
             name, number = f"{plain}_{number}", number + 1
         found.append(name)
     return found

@@ -34,7 +34,10 @@ def check_causal(outer: Outer) -> None:
     whole = _run(outer, given)
     for end in sorted({e for e in (1, 2, 3, length // 2, length - 1) if _allowed(outer, e) and 0 < e < length}):
         part = {n: v.narrow(dims[n], 0, end) if n in dims else v for n, v in given.items()}  # type: ignore[union-attr]
-        seen = _run(outer, part)
+        try:
+            seen = _run(outer, part)
+        except RuntimeError as e:
+            raise BlockError(f"it does not run on a prompt of {end} tokens, though its trace allows that: {e}") from e
         difference = (seen - whole.narrow(1, 0, seen.shape[1])).abs().max()
         if not float(difference) <= TOLERANCE * float(whole.abs().max()):
             raise BlockError(

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from modpass.errors import InputError
 from modpass.model import RoutedModel
 
-__all__ = ["Cache", "PrefillModel", "Routing", "StepInfo", "StepModel", "TensorInput"]
+__all__ = ["Cache", "PrefillModel", "Routing", "State", "StepInfo", "StepModel", "TensorInput"]
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,25 @@ class TensorInput:
 
 
 @dataclass(frozen=True)
-class Cache:
-    """A cache of keys or values: ``dim`` counts its slots; block: the routed block that owns it, or None."""
+class State:
+    """What is remembered of the last tokens outside attention; a step gives all of it anew, under ``name``.new."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    dim: int
-    block: str | None = None
 
     @property
     def bytes(self) -> int:
         """Its size in memory."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Cache(State):
+    """A cache of keys or values: ``dim`` counts its slots; block: the routed block that owns it, or None."""
+
+    dim: int
+    block: str | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class StepInfo:
     max_sequence: int
     tokens: tuple[TensorInput, ...]
     dense_caches: tuple[Cache, ...]
+    states: tuple[State, ...]
     routing: tuple[Routing, ...]
     model_outputs: tuple[str, ...]
 
@@ -127,10 +134,11 @@ class PrefillModel(_Derived):
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """The names of the outputs, in order: the model's own, caches, then each routed block's state."""
+        """The names of the outputs, in order: the model's own, caches, states, then those of each routed block."""
         info = self.info
+        whole = [v.name for v in info.dense_caches + info.states]
         routed = [n for r in info.routing for n in (r.count, r.places, *(c.name for c in r.caches))]
-        return (*info.model_outputs, *(c.name for c in info.dense_caches), *routed)
+        return (*info.model_outputs, *whole, *routed)
 
     def fill(self, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The model's outputs for a prompt, and the state for ``StepModel.advance``.
@@ -160,7 +168,7 @@ class StepModel(_Derived):
         given = {t.name: t for t in info.tokens}
         given["position"] = TensorInput("position", (info.batch,), wide)
         given["live"] = TensorInput("live", (info.batch,), torch.bool)
-        given |= {c.name: TensorInput(c.name, c.shape, c.dtype) for c in self.caches}
+        given |= {v.name: TensorInput(v.name, v.shape, v.dtype) for v in (*self.caches, *info.states)}
         for r in info.routing:
             given[r.count] = TensorInput(r.count, (info.batch,), wide)
             given[r.places] = TensorInput(r.places, (info.batch, r.slots), wide)
@@ -174,22 +182,24 @@ class StepModel(_Derived):
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """The names of the outputs, in order: the model's own, new cache rows, new counts."""
+        """The names of the outputs, in order: the model's own, new cache rows, new states, new counts."""
         info = self.info
-        rows = [f"{c.name}.new" for c in info.dense_caches]
+        rows = [f"{v.name}.new" for v in (*info.dense_caches, *info.states)]
         routed = [n for r in info.routing for n in (f"{r.count}.new", *(f"{c.name}.new" for c in r.caches))]
         return (*info.model_outputs, *rows, *routed)
 
     def state(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
-        """Empty caches and routing state, by input name."""
-        own = {c.name for c in self.caches} | {n for r in self.routing for n in (r.count, r.places)}
+        """Empty caches, states and routing state, by input name."""
+        own = {v.name for v in (*self.caches, *self.info.states)} | {
+            n for r in self.routing for n in (r.count, r.places)
+        }
         return {i.name: torch.zeros(i.shape, dtype=i.dtype, device=device) for i in self.inputs if i.name in own}
 
     def advance(self, inputs: Mapping[str, Tensor], position: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Step once: returns the model's outputs for these tokens, and writes ``state`` in place.
 
         inputs: the tokens ``[B, 1]`` and masks by name; position: ``[B]``, where each token stands in its row.
-        ``live`` ``[B]``, where the step takes it, may be left out: every row is live.
+        ``live`` ``[B]`` may be left out: every row is live. What is remembered of a row that is not stays as it was.
 
         Raises:
             InputError: an input is missing.
@@ -205,6 +215,10 @@ class StepModel(_Derived):
         found = dict(zip(self.output_names, self(*(given[n] for n in self.input_names)), strict=True))
         for cache in self.info.dense_caches:
             _write(state[cache.name], found[f"{cache.name}.new"], cache.dim, position)
+        for kept in self.info.states:
+            whole = state[kept.name]
+            rows = given["live"].repeat_interleave(len(whole) // len(position))
+            whole[rows] = found[f"{kept.name}.new"][rows]
         for routing in self.routing:
             self._settle(routing, found, position, state)
         return {n: found[n] for n in self.info.model_outputs}

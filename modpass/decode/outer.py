@@ -12,15 +12,19 @@ from torch.export import ExportedProgram
 from modpass.analysis import Refusal, Sizes
 from modpass.attention import PRODUCTS, arguments_of, is_fused
 from modpass.causal import dependent
-from modpass.decode.copy import refuse_mixing
+from modpass.decode.memory import Memory, find_memory
+from modpass.decode.permit import refuse_mixing
 from modpass.dropout import undo_dropout
 from modpass.errors import BlockError, InputError
-from modpass.mixing import name_of
+from modpass.mixing import LAYOUT, name_of
 from modpass.model import RoutedModel
 from modpass.symbols import Expr, shape_of, value_of
 from modpass.transform import trace
 
 __all__ = ["Outer", "open_model", "whole_numbers"]
+
+_MOVED = LAYOUT | {"to", "_to_copy"}
+_HIDES = PRODUCTS | {"embedding", "linear", "mm", "addmm"}
 
 
 @dataclass
@@ -28,7 +32,7 @@ class Outer:
     """A traced model without dropout.
 
     tokens: the inputs that carry one entry a token; whole: those that are needed at full length, such as masks;
-    known: the numbers of every free size but the sequence; rows: B.
+    known: the numbers of every free size but the sequence; rows: B; memory: what is remembered outside attention.
     """
 
     model: RoutedModel
@@ -38,6 +42,7 @@ class Outer:
     whole: list[fx.Node]
     known: dict[Any, int]
     rows: int
+    memory: Memory
 
 
 def open_model(model: nn.Module | ExportedProgram, batch: int, dims: Mapping[str, int] | None = None) -> Outer:
@@ -64,7 +69,8 @@ def open_model(model: nn.Module | ExportedProgram, batch: int, dims: Mapping[str
     sizes = Sizes(rows, sequence)
     counted = [placeholders[n] for n, found in named.items() if "sequence" in found]
     whole = [n for n in counted if _is_whole(graph, n, sizes)]
-    tokens = [n for n in counted if n not in whole]
+    tokens = [n for n in counted if n not in whole] or [n for n in counted if _is_looked_up(n)]
+    whole = [n for n in counted if n not in tokens]
     for name in ("position", "length", "live"):
         if name in named:
             raise InputError(
@@ -73,13 +79,15 @@ def open_model(model: nn.Module | ExportedProgram, batch: int, dims: Mapping[str
     if any(spec.dims.index("sequence") != 1 for spec in routed.inputs if placeholders[spec.name] in tokens):
         raise BlockError("its tokens come as [sequence, batch]; decode needs [batch, sequence]: wrap the model")
     ids = tokens or [n for n in counted if str(n.target) not in routed.info.call.optional]
+    carried = dependent(graph, *ids)
+    memory = find_memory(carried, sizes, known)
     try:
-        refuse_mixing(dependent(graph, *ids), sizes)
+        refuse_mixing(carried, sizes, memory.followed)
     except Refusal as e:
         raise BlockError(f"this model cannot be decoded: {e}") from e
     if not tokens:
         raise BlockError("no input carries one entry a token: each of them decides which tokens attention sees")
-    return Outer(routed, graph, sizes, tokens, whole, known, batch)
+    return Outer(routed, graph, sizes, tokens, whole, known, batch, memory)
 
 
 def whole_numbers(**values: Any) -> None:
@@ -116,19 +124,36 @@ def _known(named: Mapping[str, Mapping[Any, Expr]], batch: int, dims: Mapping[st
 
 
 def _is_whole(graph: fx.Graph, source: fx.Node, sizes: Sizes) -> bool:
-    """Whether an input decides what attention sees: it meets the scores other than through queries and keys."""
-    scores: set[fx.Node] = set()
-    reached = {source}
+    """Whether an input decides what attention sees other than through what the model makes of tokens.
+
+    Scores and biases made of hidden values, such as queries and keys, follow the tokens; a mask does not.
+    """
+    reached, hidden = {source}, {source} if _is_embedded(source, sizes) else set()
     for node in dependent(graph, source):
+        given = [a for a in node.all_input_nodes if a in reached]
         reached.add(node)
+        if any(a in hidden for a in given) or name_of(node) in _HIDES:
+            hidden.add(node)
         if is_fused(node):
-            if arguments_of(node).get("attn_mask") in reached:
+            mask = arguments_of(node).get("attn_mask")
+            if mask in reached and mask not in hidden:
                 return True
             continue
-        if sum(map(sizes.carries, shape_of(value_of(node)))) < 2:
-            continue
-        if name_of(node) in PRODUCTS or any(a in scores for a in node.all_input_nodes):
-            scores.add(node)
-        else:
+        paired = sum(map(sizes.carries, shape_of(value_of(node)))) > 1
+        if paired and name_of(node) not in PRODUCTS and not all(a in hidden for a in given):
             return True
     return False
+
+
+def _is_looked_up(source: fx.Node) -> bool:
+    """Whether an input holds ids that a table is read at."""
+    return any(
+        (name_of(user) == "embedding" and user.args[1] is source) or (name_of(user) in _MOVED and _is_looked_up(user))
+        for user in source.users
+    )
+
+
+def _is_embedded(source: fx.Node, sizes: Sizes) -> bool:
+    shape = shape_of(value_of(source))
+    plain = len(shape) == 3 and not sizes.carries(shape[2])
+    return plain and bool(value_of(source).is_floating_point())

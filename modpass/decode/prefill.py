@@ -13,11 +13,12 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from modpass.analysis import Refusal
-from modpass.attention import find_attention
+from modpass.attention_find import find_attention
 from modpass.causal import dependent
 from modpass.decode.caches import Cut, cut_at, named
 from modpass.decode.causality import check_causal, check_length
-from modpass.decode.model import Cache, PrefillModel, StepInfo, TensorInput
+from modpass.decode.memory import Remembered
+from modpass.decode.model import Cache, PrefillModel, State, StepInfo, TensorInput
 from modpass.decode.names import free_placeholder, free_stem
 from modpass.decode.outer import Outer, open_model, whole_numbers
 from modpass.decode.prefill_block import PrefillBlock
@@ -180,30 +181,40 @@ class _Prefill:
 
     def _cuts(self) -> list[tuple[Cut, str]]:
         found: dict[fx.Node, tuple[Cut, str]] = {}
-        for attention in find_attention(self.tokens, self.outer.sizes.carries).found:
-            for kind, end in (("key", attention.keys), ("value", attention.values)):
-                cut = cut_at(end, self.inner, self.outer.sizes, self.outer.known)
-                found.setdefault(cut.node, (cut, kind))
+        for kind, end in find_attention(self.tokens, self.outer.sizes.carries).cached():
+            cut = cut_at(end, self.inner, self.outer.sizes, self.outer.known)
+            found.setdefault(cut.node, (cut, kind))
         return list(found.values())
+
+    def _state(self, part: Remembered, name: str) -> State:
+        shape = [self._size(s) for s in shape_of(value_of(part.node))]
+        shape[part.dim] = part.count
+        return State(name, tuple(shape), value_of(part.node).dtype)
 
     def model(self) -> PrefillModel:
         output = next(n for n in self.outer.graph.nodes if n.op == "output")
         leaves = [n for n in pytree.tree_leaves(output.args) if isinstance(n, fx.Node)]
         results: list[Any] = [self._result(n) for n in leaves]
         caches = []
-        cuts = self._cuts()
-        for (cut, _), name in zip(cuts, named([(c.node, k) for c, k in cuts]), strict=True):
+        cuts, parts = self._cuts(), self.outer.memory.parts()
+        names_of = named([*((c.node, k) for c, k in cuts), *((p.node, p.kind) for p in parts)], self.outer.model)
+        for (cut, _), name in zip(cuts, names_of, strict=False):
             shape = [self._size(s) for s in shape_of(value_of(cut.node))]
             shape[cut.dim] = self.max_sequence
             caches.append(Cache(name, tuple(shape), value_of(cut.node).dtype, cut.dim))
             results.append(self.graph.call_function(pad_to, (self.env[cut.node], cut.dim, self.max_sequence)))
+        states = [self._state(p, n) for p, n in zip(parts, names_of[len(cuts) :], strict=True)]
+        for part in parts:
+            given = (self.env[part.node], self.length, part.dim, part.count)
+            results.append(self.graph.call_function(last_values, given))
         routing = []
         for block, call in self.blocks:
             routing.append(block.routing())
             results += [self.graph.call_function(operator.getitem, (call, i + 1)) for i in range(2 + len(block.caches))]
         self.graph.output(tuple(results))
         names = tuple(self.outer.model.output_names[: len(leaves)])
-        info = StepInfo(self.outer.rows, self.max_sequence, tuple(self.inputs), tuple(caches), tuple(routing), names)
+        kept = (tuple(caches), tuple(states), tuple(routing))
+        info = StepInfo(self.outer.rows, self.max_sequence, tuple(self.inputs), *kept, names)
         modules = {f"{self.stem}_{i}": b for i, (b, _) in enumerate(self.blocks)}
         return PrefillModel.build(self.outer.model, self.graph, info, self.ones, modules)
 
@@ -231,6 +242,19 @@ def last_token(x_BSD: Tensor, length_B: Tensor) -> Tensor:
     1.0
     """
     return x_BSD[torch.arange(x_BSD.shape[0], device=x_BSD.device), length_B - 1].unsqueeze(1)
+
+
+def last_values(x: Tensor, length_B: Tensor, dim: int, count: int) -> Tensor:
+    """The values of the last ``count`` real tokens of each row along ``dim``; zeros before the first.
+
+    >>> last_values(torch.tensor([[3, 4, 5]]), torch.tensor([2]), 1, 3).tolist()
+    [[0, 3, 4]]
+    """
+    length = length_B.repeat_interleave(x.shape[0] // length_B.shape[0])[:, None]
+    at = length - count + torch.arange(count, device=x.device)
+    front = x.movedim(dim, 1)
+    taken = front[torch.arange(x.shape[0], device=x.device)[:, None], at.clamp(min=0)]
+    return taken.masked_fill((at < 0).view(*at.shape, *[1] * (x.dim() - 2)), 0).movedim(1, dim)
 
 
 def pad_to(x: Tensor, dim: int, size: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from modpass.analysis import Sizes
-from modpass.attention import find_attention
+from modpass.attention_find import find_attention
 from modpass.causal import causal_slots, dependent
 from modpass.decode.caches import Cut, cut_at
 from modpass.decode.model import Cache, Routing
@@ -83,10 +83,9 @@ def _with_caches(block: RoutedBlock, known: dict[Any, int]) -> tuple[fx.GraphMod
     sizes = Sizes(shape[1 - block.seq_dim], shape[block.seq_dim])
     tokens = dependent(graph, stream)
     found: dict[fx.Node, Cut] = {}
-    for attention in find_attention(tokens, sizes.carries).found:
-        for end in (attention.keys, attention.values):
-            cut = cut_at(end, {*tokens, stream}, sizes, known)
-            found.setdefault(cut.node, cut)
+    for _, end in find_attention(tokens, sizes.carries).cached():
+        cut = cut_at(end, {*tokens, stream}, sizes, known)
+        found.setdefault(cut.node, cut)
     output = next(n for n in graph.nodes if n.op == "output")
     output.args = ((output.args[0], *found),)
     return fx.GraphModule(block.causal_body, graph, "PrefillBody"), [(c, sizes) for c in found.values()]

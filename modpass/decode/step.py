@@ -18,7 +18,7 @@ from modpass.decode.block import Skipping, StepBlock
 from modpass.decode.caches import named
 from modpass.decode.causality import check_causal, check_length
 from modpass.decode.copy import StepCopy
-from modpass.decode.model import Cache, Routing, StepInfo, StepModel, TensorInput
+from modpass.decode.model import Cache, Routing, State, StepInfo, StepModel, TensorInput
 from modpass.decode.names import free_placeholder, free_stem
 from modpass.decode.outer import Outer, open_model, whole_numbers
 from modpass.decode.rows import Rows
@@ -84,7 +84,7 @@ class _Step(StepCopy):
     def __init__(self, outer: Outer, max_sequence: int, skipping: str, padding: bool) -> None:
         tokens = dependent(outer.graph, *outer.tokens)
         graph = fx.Graph()
-        super().__init__(graph, tokens, outer.sizes, outer.known, max_sequence, self._side)
+        super().__init__(graph, tokens, outer.sizes, outer.known, max_sequence, self._side, outer.memory)
         self.outer, self.skipping, self.max_sequence = outer, skipping, max_sequence
         self.inner |= set(outer.tokens)
         self.full = FullLength(graph, outer.model, outer.sizes, max_sequence, outer.known)
@@ -100,9 +100,7 @@ class _Step(StepCopy):
             if node.op == "placeholder" and node not in outer.tokens:
                 self._whole_input(node, padding)
         self.declare()
-        for cache, name in zip(self.caches, named([(c.node, c.kind) for c in self.caches]), strict=True):
-            cache.name = name
-            self.inputs.append((name, cache.place))
+        self.states = self._name_memory()
         self.blocks = {n: self._block(n) for n in tokens if n.op == "call_module"}
         self.results: dict[fx.Node, fx.Node] = {}
         index = graph.call_function(torch.unsqueeze, (self.position, 1))
@@ -137,6 +135,20 @@ class _Step(StepCopy):
         placed = self._placeholder(name)
         placed.meta["shape"], placed.meta["dtype"] = self._shape(node, self.max_sequence), value_of(node).dtype
         self.full.copies[node], self.full.constants[node] = placed, None
+
+    def _name_memory(self) -> list[State]:
+        """Names for caches and for what else is remembered, which becomes inputs under them."""
+        parts = list(self.remembered)
+        names = named([*((c.node, c.kind) for c in self.caches), *((p.node, p.kind) for p in parts)], self.outer.model)
+        for cache, name in zip(self.caches, names, strict=False):
+            cache.name = name
+            self.inputs.append((name, cache.place))
+        states = []
+        for part, name in zip(parts, names[len(self.caches) :], strict=True):
+            self.inputs.append((name, self.remembered[part]))
+            shape = [part.count if d == part.dim else size for d, size in enumerate(self._shape(part.node, 1))]
+            states.append(State(name, tuple(shape), value_of(part.node).dtype))
+        return states
 
     def _block(self, node: fx.Node) -> tuple[StepBlock, list[fx.Node]]:
         block: Any = self.outer.model.get_submodule(str(node.target))
@@ -212,7 +224,7 @@ class _Step(StepCopy):
         leaves = [n for n in pytree.tree_leaves(output.args) if isinstance(n, fx.Node)]
         results: list[Any] = [self.step[n] if n in self.step else self.full(n) for n in leaves]
         caches = [Cache(c.name, c.shape, c.dtype, c.dim) for c in self.caches]
-        results += self.new_rows()
+        results += [*self.new_rows(), *(self.left[part] for part in self.remembered)]
         routing = []
         for node, (step, _) in self.blocks.items():
             name = step.name
@@ -225,7 +237,9 @@ class _Step(StepCopy):
         given = ((name, node.meta) for name, node in self.inputs if "shape" in node.meta)
         inputs = tuple(TensorInput(name, meta["shape"], meta["dtype"]) for name, meta in given)
         names = tuple(self.outer.model.output_names[: len(leaves)])
-        info = StepInfo(self.outer.rows, self.max_sequence, inputs, tuple(caches), tuple(routing), names)
+        info = StepInfo(
+            self.outer.rows, self.max_sequence, inputs, tuple(caches), tuple(self.states), tuple(routing), names
+        )
         modules = {self._step_name(n): step for n, (step, _) in self.blocks.items()}
         made = StepModel.build(self.outer.model, self.graph, info, self.full.tables, modules)
         made.meta["modpass.inputs"] = tuple(name for name, _ in self.inputs)

@@ -4,6 +4,7 @@ from modpass.training.calibration import BlockCalibration, Calibration, calibrat
 from modpass.training.distill import block_outputs, dense_mode, distillation_loss, hidden_losses, routers_only
 from modpass.training.huggingface import RoutingMixin, schedule_callback
 from modpass.training.losses import RoutingLosses, routing_losses
+from modpass.training.measure import block_costs, skipped
 from modpass.training.schedules import Schedule, capacity_schedule, gate_schedule
 from modpass.training.scores import cosine_change, first_token_orthogonality, hidden_norm, relative_change
 from modpass.training.stats import BlockStats, routing_stats, scalars
@@ -15,6 +16,7 @@ __all__ = [
     "RoutingLosses",
     "RoutingMixin",
     "Schedule",
+    "block_costs",
     "block_outputs",
     "calibrate",
     "capacity_schedule",
@@ -31,4 +33,5 @@ __all__ = [
     "routing_stats",
     "scalars",
     "schedule_callback",
+    "skipped",
 ]

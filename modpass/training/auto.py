@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from modpass.errors import InputError
 from modpass.model import RoutedModel
 from modpass.training.calibration import calibrate
 from modpass.transform import mod_transform
@@ -28,7 +29,7 @@ def route_within(
     Options are those of ``mod_transform``.
 
     Raises:
-        InputError: the budget cannot be reached.
+        InputError: the budget cannot be reached, or nothing has to be routed for it.
 
     >>> from modpass.decode.example import tiny_decoder
     >>> ids = torch.arange(10).reshape(1, 10)
@@ -37,6 +38,8 @@ def route_within(
     """
     wide = mod_transform(model, capacity, every=1, **options)
     picked = calibrate(wide, batches, budget=budget).picked
+    if not picked:
+        raise InputError(f"budget is {budget:g}, which the dense model meets without routing; give a smaller one")
     found = {n: wide.routed_blocks[n].router.weight.detach().clone() for n in picked}
     if isinstance(capacity, Mapping):
         capacity = {n: capacity[n] for n in picked}

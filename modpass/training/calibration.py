@@ -5,25 +5,22 @@ Shapes: B batch, S sequence, D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from modpass.errors import InputError
 from modpass.training.cost import counted
-from modpass.training.distill import dense_mode
 from modpass.training.fit import Score, call, fit_routers
 from modpass.training.losses import routed_blocks
+from modpass.training.measure import Loss, block_costs
 from modpass.training.scores import relative_change
 
 __all__ = ["BlockCalibration", "Calibration", "calibrate", "pick"]
-
-Loss = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -62,12 +59,14 @@ def calibrate(
     score: Score = relative_change,
     loss: Loss | None = None,
     budget: float | None = None,
+    first_token: bool = True,
+    held_out: Iterable[Any] | None = None,
 ) -> Calibration:
     """Fit every router by least squares to how much its block changes each token, and say what routing costs.
 
     A router's target is ``score`` less the value that its capacity's share of the row exceeds, so that its sign is
     the causal decision. Blocks are fitted on the dense model's stream; each block's cost is measured with it alone
-    routed, so that costs of several blocks together may be larger than their sum.
+    routed. Several blocks together may cost far more than the sum, as the same tokens tend to pass by all of them.
 
     Args:
         model: a routed model; with ``gate="unit"`` chosen tokens are computed as the dense model does.
@@ -78,6 +77,11 @@ def calibrate(
             the model's first output.
         budget: pick blocks, those that cost least for what they save first, until the operations are this share of
             the dense model's. ``mod_transform(blocks="auto", budget=..., calibration=batches)`` routes these alone.
+        first_token: count the first real token of each row as the one that needs the block most. Pretrained
+            attention rests on it when it has nothing to look at (Xiao et al., arXiv 2309.17453), though blocks
+            hardly change it.
+        held_out: batches on which agreement and costs are measured; None: those that routers are fitted on. A
+            router has as many weights as the stream is wide, so that it looks good on fewer tokens than those.
 
     Raises:
         InputError: there are no batches, or routing every block does not reach the budget.
@@ -87,15 +91,15 @@ def calibrate(
     >>> list(found.blocks), found.share() < 1
     (['blocks.1'], True)
     """
-    given, blocks = list(batches), routed_blocks(model)
-    if not given:
-        raise InputError("there are no batches to calibrate on")
-    training = model.training
+    given, blocks = _listed(batches), routed_blocks(model)
+    others = given if held_out is None else _listed(held_out)
+    model, training = getattr(model, "_orig_mod", model), model.training
     model.eval()
     try:
-        agreements = fit_routers(model, given, score)
-        costs = _costs(model, list(blocks), given, loss)
-        total, flops = counted(model, partial(call, model, given[0]))
+        with torch.compiler.set_stance("force_eager"):  # what was compiled runs past hooks that come later
+            agreements = fit_routers(model, given, score, first_token, others)
+            costs = block_costs(model, others, loss)
+            total, flops = counted(model, partial(call, model, given[0]))
     finally:
         model.train(training)
     found = {n: BlockCalibration(agreements[n], costs[n], flops[n]) for n in blocks}
@@ -103,30 +107,13 @@ def calibrate(
     return Calibration(found, total, picked)
 
 
-# Cost
-
-
-def _costs(model: nn.Module, names: list[str], batches: list[Any], loss: Loss | None) -> dict[str, float]:
-    """What the loss rises by where one block alone is routed, mean over batches."""
-    costs = dict.fromkeys(names, 0.0)
-    for batch in batches:
-        with dense_mode(model):
-            dense = call(model, batch)
-        for name in names:
-            with dense_mode(model, but=[name]):
-                routed = call(model, batch)
-            rise = _change(routed, dense) if loss is None else float(loss(routed, batch)) - float(loss(dense, batch))
-            costs[name] += rise / len(batches)
-    return costs
-
-
-def _change(routed: Any, dense: Any) -> float:
-    own, wanted = (_first(o).float() for o in (routed, dense))
-    return float((own - wanted).square().sum() / wanted.square().sum().clamp(min=1e-30))
-
-
-def _first(output: Any) -> Tensor:
-    return next(v for v in pytree.tree_leaves(output) if isinstance(v, Tensor) and v.is_floating_point() and v.dim())
+def _listed(batches: Iterable[Any]) -> list[Any]:
+    if isinstance(batches, Tensor | Mapping):
+        raise InputError(f"batches is one {type(batches).__name__}; give a list of batches, such as [batch]")
+    given = list(batches)
+    if not given:
+        raise InputError("there are no batches to calibrate on")
+    return given
 
 
 # Budget
@@ -150,11 +137,11 @@ def pick(blocks: Mapping[str, BlockCalibration], flops: int, budget: float) -> t
             f"budget is {budget:g}, but with every block routed {least:.3g} of the operations are left; "
             "give a larger budget or a smaller capacity"
         )
-    order = sorted(blocks, key=lambda n: blocks[n].lost / max(1, blocks[n].flops[0] - blocks[n].flops[1]))
+    saved = {n: b.flops[0] - b.flops[1] for n, b in blocks.items() if b.flops[0] > b.flops[1]}
     picked, left = set[str](), float(flops)
-    for name in order:
+    for name in sorted(saved, key=lambda n: blocks[n].lost / saved[n]):
         if left <= budget * flops:
             break
         picked.add(name)
-        left -= blocks[name].flops[0] - blocks[name].flops[1]
+        left -= saved[name]
     return tuple(n for n in blocks if n in picked)

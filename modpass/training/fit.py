@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modpass.errors import InputError
 from modpass.functional import rank_scores, select, slots
 from modpass.routing import RoutedBlock
 from modpass.training.distill import dense_mode
@@ -37,46 +38,69 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 @torch.no_grad()
-def fit_routers(model: nn.Module, batches: list[Any], score: Score) -> dict[str, float]:
+def fit_routers(
+    model: nn.Module,
+    batches: list[Any],
+    score: Score,
+    first_token: bool = True,
+    held_out: list[Any] | None = None,
+) -> dict[str, float]:
     """Fit every router; returns, by block, the share of the k truly largest tokens of each row that it takes.
+
+    first_token: that of each row counts as the one with the largest score, where there is a slot beside it.
+    held_out: what that share is measured on; None: the same batches.
 
     >>> from modpass.decode.example import tiny_decoder
     >>> from modpass.training.scores import hidden_norm
     >>> list(fit_routers(tiny_decoder(True), [torch.arange(10).reshape(1, 10)], hidden_norm))
     ['blocks.1']
     """
-    fits = {name: _Fit(block, score) for name, block in routed_blocks(model).items()}
-    for step in (_Fit.add, _Fit.compare):
-        with dense_mode(model), _hooked(fits, step):
-            for batch in batches:
-                call(model, batch)
-        if step is _Fit.add:
-            for fit in fits.values():
-                fit.solve()
+    fits = {name: _Fit(block, score, first_token) for name, block in routed_blocks(model).items()}
+    _watch(model, batches, fits, _Fit.add)
+    for fit in fits.values():
+        fit.solve()
+    _watch(model, batches if held_out is None else held_out, fits, _Fit.compare)
     return {name: fit.taken / fit.wanted if fit.wanted else 1.0 for name, fit in fits.items()}
+
+
+def _watch(
+    model: nn.Module,
+    batches: list[Any],
+    fits: Mapping[str, _Fit],
+    step: Callable[[_Fit, Tensor, Tensor, int], None],
+) -> None:
+    with dense_mode(model), _hooked(fits, step):
+        for batch in batches:
+            call(model, batch)
 
 
 class _Fit:
     """The normal equations of one router, summed over rows, and how well their solution chooses."""
 
-    def __init__(self, block: RoutedBlock, score: Score) -> None:
-        self.block, self.score, self.capacity = block, score, block.capacity
+    def __init__(self, block: RoutedBlock, score: Score, first_token: bool) -> None:
+        self.block, self.score, self.capacity, self.first_token = block, score, block.capacity, first_token
         D, device = block.width, block.router.weight.device
         self.gram = torch.zeros(D, D, dtype=torch.float64, device=device)
         self.moment = torch.zeros(D, dtype=torch.float64, device=device)
-        self.taken = self.wanted = 0
+        self.tokens = self.taken = self.wanted = 0
 
     def add(self, x_SD: Tensor, target_S: Tensor, k: int) -> None:
         """Add one row's real tokens."""
         tokens = x_SD.double()
+        self.tokens += len(tokens)
         self.gram += tokens.T @ tokens
         self.moment += tokens.T @ _centred(target_S, k).double()
 
     def solve(self) -> None:
         """Set the router to the least-squares solution."""
-        D = len(self.moment)
-        ridge = RIDGE * self.gram.trace() / D * torch.eye(D, dtype=torch.float64, device=self.gram.device)
-        self.block.router.weight.copy_(torch.linalg.solve(self.gram + ridge, self.moment))
+        name, D = self.block.name, len(self.moment)
+        if not self.tokens:
+            raise InputError(f"block '{name}' got no real token to fit its router on; are the batches padding alone?")
+        if not (self.gram.isfinite().all() and self.moment.isfinite().all()):
+            raise InputError(f"block '{name}' was given or gave values that are not finite; calibrate in float32")
+        ridge = (RIDGE * self.gram.trace() / D).clamp(min=1e-12)
+        eye = torch.eye(D, dtype=torch.float64, device=self.gram.device)
+        self.block.router.weight.copy_(torch.linalg.solve(self.gram + ridge * eye, self.moment))
 
     def compare(self, x_SD: Tensor, target_S: Tensor, k: int) -> None:
         """Count which of one row's k largest tokens the router takes."""
@@ -88,10 +112,16 @@ class _Fit:
     def rows(self, x_BSD: Tensor, y_BSD: Tensor, keep_BS: Tensor | None) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Each row's real tokens, their scores, and how many of them the block takes."""
         scores_BS, k = self.score(x_BSD, y_BSD), slots(self.capacity, x_BSD.shape[1])
+        if scores_BS.shape != x_BSD.shape[:2]:
+            found, wanted = list(scores_BS.shape), list(x_BSD.shape[:2])
+            raise InputError(f"score gave the shape {found} for block '{self.block.name}'; it must be {wanted}")
         for b, row in enumerate(x_BSD):
             real = slice(None) if keep_BS is None else keep_BS[b] != 0
-            if len(row[real]):
-                yield row[real], scores_BS[b][real], min(k, len(row[real]))
+            found_S = scores_BS[b][real].clone()
+            if self.first_token and min(k, len(found_S)) > 1:
+                found_S[0] = found_S.max()
+            if len(found_S):
+                yield row[real], found_S, min(k, len(found_S))
 
 
 @contextmanager
