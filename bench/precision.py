@@ -156,11 +156,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", default="smollm2-135m", choices=sorted(BUNDLED))
     parser.add_argument("--sequence", type=int, default=256, help="tokens")
     parser.add_argument("--capacity", type=float, default=0.125, help="of each routed block")
+    parser.add_argument("--dense", action="store_true", help="route nothing: the error of the precision alone")
     parser.add_argument("--rounds", type=int, default=5, help="of the timing")
     given = parser.parse_args(arguments)
     torch.manual_seed(0)
     try:
-        routed = modpass.mod_transform(load_bundled(given.model), given.capacity, gate="unit")
+        model = load_bundled(given.model)
+        routed = modpass.trace(model) if given.dense else modpass.mod_transform(model, given.capacity, gate="unit")
         shape = FixedShape(1, given.sequence)
         with tempfile.TemporaryDirectory() as folder:
             inputs = _text(given.model, given.sequence)
