@@ -179,7 +179,7 @@ class TestEngine:
         fake.tensors = (("ids", "INPUT", "INT64", (1, 4)), *fake.tensors[1:])
         with pytest.raises(VerificationError, match=r"'ids' of the engine .* is \[1, 4\] of int64, its manifest says"):
             self.read(fake, tmp_path)
-        fake.tensors = (("key", "INPUT", "INT64", (1, 3)),)
+        fake.tensors = (("key", "INPUT", "INT64", (1, 3)), *fake.tensors[1:])
         with pytest.raises(VerificationError, match=r"'key' of .* its manifest says nothing of it"):
             self.read(fake, tmp_path)
 

@@ -67,7 +67,7 @@ def command(
     decode: Decode = False,
     max_sequence: MaxSequence = 1024,
 ) -> None:
-    """Measure MODEL dense and routed in turn, for each combination of the values given.
+    """Measure MODEL dense and routed in turn, over a grid.
 
     Reported are the speed-up, its share of the ideal (the ratio of counted operations), times and memory. A
     dense MODEL is transformed first, with random routers.

@@ -91,10 +91,10 @@ def command(
     factory: Factory = None,
     check: Check = None,
 ) -> None:
-    """Predict prefill and decode time, memory and cache of MODEL on a GPU, from counted operations and bytes.
+    """Predict times, memory and caches of MODEL on a GPU.
 
-    An operator takes as long as its operations at the GPU's peak, or its bytes at its bandwidth, whichever is more: the
-    least time that there is, before launches and what is not fused.
+    Counted are operations and bytes. An operator takes as long as its operations at the GPU's peak, or its bytes at
+    its bandwidth, whichever is more: the least time that there is, before launches and what is not fused.
     """
     from modpass.bench import CASES, Case
     from modpass.bench.gpus import machine_named
