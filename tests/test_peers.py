@@ -17,6 +17,7 @@ from tests.bench_decoder import LAYERS, Counting, decoder
 BLOCKS = [f"layers.{i}" for i in range(LAYERS)]
 
 
+@pytest.mark.slow
 class TestMeasured:
     @pytest.fixture(scope="class")
     def found(self) -> Result:
