@@ -48,19 +48,19 @@ def _tuned(layers: int, capacity: float) -> tuple[Variant, ...]:
 
 
 DENSE = Variant("dense")
-_ROUTED = (("block", 0.2), ("mlp", 0.5))
+_ROUTED = (("block", 0.33), ("mlp", 0.5))
 FULL = AdaptPlan(
     (
         DENSE,
-        *_level(4, (*_ROUTED, ("block", 0.33), ("block", 0.5))),
+        *_level(4, (*_ROUTED, ("block", 0.2), ("block", 0.5))),
         *_level(2, _ROUTED),
         *_level(6, _ROUTED),
-        *_tuned(4, 0.2),
+        *_tuned(4, 0.33),
     ),
     Run(),
 )
 QUICK = AdaptPlan(
-    (DENSE, *_level(4, _ROUTED), *_tuned(4, 0.2)[:1]),
+    (DENSE, *_level(4, _ROUTED), *_tuned(4, 0.33)[:1]),
     Run(sequence=64, calibration_rows=1, held_out_rows=2, steps=2, tuning_rows=1, tuning_sequence=64),
 )
 

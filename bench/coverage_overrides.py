@@ -36,8 +36,9 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "shieldgemma2": {"yes_token_index": 3, "no_token_index": 4},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
-    # the reference must tell the frames from the width of a head
+    # the reference must tell the tokens from the width of a head
     "videoprism_vision_model": {"num_frames": 8},
+    "levit": {"key_dim": [8, 8, 8]},  # 16 tokens in its last stage
     # read by its own code, declared by no field
     "DbrxAttentionConfig": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
     "MoonshineStreamingConfig": {"num_key_value_heads": 4},
