@@ -38,7 +38,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     # the reference must tell the tokens from the width of a head
     "videoprism_vision_model": {"num_frames": 8},
-    "levit": {"key_dim": [8, 8, 8]},  # 16 tokens in its last stage
+    "levit": {"key_dim": [8, 8, 8], "attention_ratio": [3, 3, 3]},  # 16 tokens in its last stage
     # read by its own code, declared by no field
     "DbrxAttentionConfig": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
     "MoonshineStreamingConfig": {"num_key_value_heads": 4},
