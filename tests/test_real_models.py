@@ -80,7 +80,8 @@ def fixed(name: str) -> FixedShape:
 @pytest.mark.parametrize("name", NAMES)
 def test_onnx_runtime_agrees_in_values_and_every_choice(name: str, capacity: float, tmp_path: Path) -> None:
     model = routed(name)
-    set_blocks(model, capacity, "linear")
+    # A linear gate of routers that were never trained sends a deep trunk off its ground, where rounding grows.
+    set_blocks(model, capacity, "sigmoid")
     export_onnx(model, tmp_path / "m.onnx", fixed(name))
     verify(model, tmp_path / "m.onnx").check(1e-4, 1.0)
 
