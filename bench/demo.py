@@ -19,8 +19,8 @@ from modpass.bench.models import load_bundled
 from modpass.bench.report import table, write_report
 from modpass.bench.run import run_case
 from modpass.bench.runners import runners_named
+from modpass.bench.script import exit_code
 from modpass.bench.sources import Source
-from modpass.errors import ModpassError
 from modpass.exporters import FixedShape, build_engine, export_onnx, verify
 
 __all__ = ["demo", "main"]
@@ -89,12 +89,7 @@ def _export(console: Console, folder: Path, name: str, model: modpass.RoutedMode
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        demo(Path(given[0] if given else "out/demo"))
-    except ModpassError as e:
-        print(f"modpass: {e}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_code(lambda: demo(Path(given[0] if given else "out/demo")))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 import modpass
+from modpass.bench.script import exit_code
 from modpass.bench.study_model import StudyDecoder
-from modpass.errors import ModpassError
 from modpass.exporters import FixedShape, VerificationReport, build_engine, export_onnx, verify
 
 __all__ = ["LongRow", "long_model", "main", "measure_long"]
@@ -113,13 +113,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m modpass.bench.long", description=__doc__)
     parser.add_argument("sequence", nargs="?", type=int, default=SEQUENCE, help="tokens")
     sequence = parser.parse_args(arguments).sequence
-    try:
+
+    def work() -> None:
         with tempfile.TemporaryDirectory() as folder:
             print(measure_long(sequence, Path(folder), lambda step: print(step, file=sys.stderr)))
-    except ModpassError as e:
-        print(f"modpass: {e}", file=sys.stderr)
-        return 1
-    return 0
+
+    return exit_code(work)
 
 
 if __name__ == "__main__":

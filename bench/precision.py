@@ -22,7 +22,7 @@ import torch
 
 import modpass
 from modpass.bench.models import BUNDLED, load_bundled, load_tokenizer
-from modpass.errors import ModpassError
+from modpass.bench.script import exit_code
 from modpass.exporters import FixedShape
 from modpass.exporters.draws import drawn, draws
 from modpass.exporters.onnx import as_onnx
@@ -160,17 +160,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of the timing")
     given = parser.parse_args(arguments)
     torch.manual_seed(0)
-    try:
+
+    def work() -> None:
         model = load_bundled(given.model)
         routed = modpass.trace(model) if given.dense else modpass.mod_transform(model, given.capacity, gate="unit")
         shape = FixedShape(1, given.sequence)
         with tempfile.TemporaryDirectory() as folder:
             inputs = _text(given.model, given.sequence)
             print(table(measure_precisions(routed, shape, Path(folder), inputs=inputs, rounds=given.rounds)))
-    except ModpassError as e:
-        print(f"modpass: {e}", file=sys.stderr)
-        return 1
-    return 0
+
+    return exit_code(work)
 
 
 def _text(model: str, sequence: int) -> dict[str, Array]:

@@ -1,4 +1,4 @@
-"""What a block's region does with its tokens: which values depend on them, and how its side inputs follow them.
+"""What a block's region does with its tokens: which values depend on them, and whether they meet in attention alone.
 
 Nothing here changes a graph. A region that cannot be routed is a ``Refusal`` with a reason to act on.
 """
@@ -7,22 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.utils._sympy.functions import Min
 
 from modpass.functional import Gather
-from modpass.mixing import LAYOUT, UNIFORM, Unknown, is_pointwise, mixing_reason, name_of
+from modpass.gathers import gather_of
+from modpass.mixing import MOVED, UNIFORM, Unknown, mixing_reason, name_of
+from modpass.sizes import Refusal, Sizes
 from modpass.sparse import picks_keys
 from modpass.symbols import Expr, expr_of, hint_of, shape_of, value_of
 
-__all__ = ["Analysis", "Refusal", "Sizes", "analyse", "gather_of", "is_uniform", "merges_rows"]
+__all__ = ["RESIDUAL", "Analysis", "analyse", "canonical_arguments", "is_uniform", "merges_rows"]
 
-SEQUENCE = sympy.Symbol("S", positive=True, integer=True)
 _ATTENTION = {"softmax", "_softmax", "_safe_softmax", "scaled_dot_product_attention"}
 RESIDUAL = {
     "add",
@@ -40,54 +39,6 @@ RESIDUAL = {
     "contiguous",
     "slice",
 }
-
-
-_MOVED = LAYOUT | {"to", "_to_copy"}
-
-
-class Refusal(Exception):
-    """A region that cannot be routed; the message is the reason."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes that a block is parametric in: its batch and its sequence, as expressions of the trace."""
-
-    batch: Expr
-    sequence: Expr
-
-    @lru_cache(maxsize=65536)  # noqa: B019 (sympy takes its time, and asks are many and of few sizes)
-    def canonical(self, size: Expr) -> Expr:
-        """``size`` in terms of S where the sequence is itself an expression, such as patches + 1."""
-        if self.sequence.is_Symbol:
-            return size.subs(self.sequence, SEQUENCE)
-        replaced = size.subs(self.sequence, SEQUENCE)
-        for symbol in replaced.free_symbols & self.sequence.free_symbols:
-            try:
-                solved = sympy.solve(self.sequence - SEQUENCE, symbol)
-            except NotImplementedError:  # floor division: only the very same expression is S
-                continue
-            replaced = replaced.subs(symbol, solved[0]) if len(solved) == 1 else replaced
-        return sympy.expand(replaced)
-
-    def carries(self, size: Expr) -> bool:
-        """Whether a size counts tokens."""
-        return SEQUENCE in self.canonical(size).free_symbols
-
-    def is_batch(self, size: Expr) -> bool:
-        """Whether a size counts rows of the batch and no tokens."""
-        return bool(self.batch.free_symbols & size.free_symbols) and not self.carries(size)
-
-    def surplus(self, size: Expr) -> int:
-        """How many keys beside the tokens a size counts: 1 for S + 1 where attention has a sink, else 0."""
-        extra = self.canonical(size) - SEQUENCE
-        return int(extra) if extra.is_Integer and extra > 0 else 0
-
-    def is_parametric(self, size: Expr) -> bool:
-        """Whether a size shrinks with the chosen tokens: free of S, a multiple of it, or S up to a limit."""
-        if isinstance(size := self.canonical(size), Min):
-            return all(arg.is_Integer or arg == SEQUENCE for arg in size.args)
-        return SEQUENCE not in (self.canonical(size) / SEQUENCE).free_symbols or not self.carries(size)
 
 
 @dataclass
@@ -153,7 +104,7 @@ def analyse(nodes: list[fx.Node]) -> Analysis:
         elif reason:
             raise Refusal(f"{reason} (node {node.name})")
         for side in _sides(node, inner, stream):
-            gather = _gather(node, side, value_of(side), sizes)
+            gather = gather_of(node, side, sizes)
             if gather is not None:
                 found.gathers[node, side] = gather
     return found
@@ -169,7 +120,7 @@ def is_uniform(node: fx.Node) -> bool:
     tensors = [a for a in node.all_input_nodes if isinstance(value_of(a), Tensor)]
     if name_of(node) in UNIFORM:
         return not tensors
-    return name_of(node) in _MOVED and bool(tensors) and all(map(is_uniform, tensors))
+    return name_of(node) in MOVED and bool(tensors) and all(map(is_uniform, tensors))
 
 
 def _needed(tokens: list[fx.Node], sized: set[fx.Node], uniform: set[fx.Node]) -> set[fx.Node]:
@@ -306,7 +257,7 @@ class _Region:
         for node in self.nodes:
             made = name_of(node) in UNIFORM and not any(isinstance(value_of(a), Tensor) for a in node.all_input_nodes)
             if made or (
-                name_of(node) in _MOVED
+                name_of(node) in MOVED
                 and node.all_input_nodes
                 and all(a in found for a in node.all_input_nodes if isinstance(value_of(a), Tensor))
                 and any(a in found for a in node.all_input_nodes)
@@ -377,69 +328,6 @@ def _appends_sinks(node: fx.Node, size: Expr, sizes: Sizes) -> bool:
 
 def _sides(node: fx.Node, inner: set[fx.Node], stream: fx.Node) -> list[fx.Node]:
     return [a for a in node.all_input_nodes if a not in inner and a is not stream and isinstance(value_of(a), Tensor)]
-
-
-def gather_of(node: fx.Node, side: fx.Node, sizes: Sizes) -> Gather | None:
-    """How ``side`` follows the tokens into ``node``; None where it has no dim that counts them.
-
-    Raises:
-        Refusal: the two do not meet by broadcasting.
-    """
-    return _gather(node, side, value_of(side), sizes)
-
-
-def _gather(node: fx.Node, side: fx.Node, value: Any, sizes: Sizes) -> Gather | None:
-    """How ``side`` follows the tokens into ``node``: aligned from the right, as broadcasting aligns it."""
-    shape = _as_broadcast(node, side, value, sizes)
-    counted = [i for i, size in enumerate(shape) if sizes.carries(size)]
-    if not counted:
-        return None
-    shown = f"{side.name}[{', '.join(str(sizes.canonical(s)) for s in shape)}]"
-    out = _broadcast_shape(node, side)
-    if out is None or len(shape) > len(out):
-        raise Refusal(f"the side input {shown} meets {node.target}, which does not broadcast (node {node.name})")
-    offset = len(out) - len(shape)
-    if any(sizes.canonical(shape[i]) != SEQUENCE or sizes.canonical(out[offset + i]) != SEQUENCE for i in counted):
-        raise Refusal(f"the side input {shown} has a dim that is not the sequence S (node {node.name})")
-    for position, size in enumerate(out):
-        repeat = sympy.simplify(size / sizes.batch)
-        if repeat.is_Integer and (size == sizes.batch or position == 0):
-            own = value.shape[position - offset] if position >= offset else 1
-            batched = bool(expr_of(own) == size) or hint_of(own) not in (None, 1)
-            return Gather(len(out), position, batched, tuple(offset + i for i in counted), int(repeat))
-    raise Refusal(f"{node.target} has no batch dim to gather the side input {shown} by (node {node.name})")
-
-
-def _as_broadcast(node: fx.Node, side: fx.Node, value: Any, sizes: Sizes) -> tuple[Expr, ...]:
-    """Any size but 1 that broadcasts against S is S, in whatever words the trace has it.
-
-    It may be cut from a table (``L - Max(0, L - S)``), be a number, where the model runs at this length alone, or come
-    from another input.
-    """
-    shape, out = shape_of(value), _broadcast_shape(node, side) or ()
-    offset, found = len(out) - len(shape), list(shape)
-    for i, size in enumerate(shape):
-        if offset < 0 or size == 1 or out[offset + i].is_Integer or hint_of(value.shape[i]) is None:
-            continue
-        if sizes.canonical(size) != SEQUENCE and sizes.canonical(out[offset + i]) == SEQUENCE:
-            found[i] = sympy.Integer(1) if hint_of(value.shape[i]) == 1 else sizes.sequence
-    return tuple(found)
-
-
-def _broadcast_shape(node: fx.Node, side: fx.Node) -> tuple[Expr, ...] | None:
-    keys = {"scaled_dot_product_attention": node.args[1:3], "matmul": node.args[1:2], "bmm": node.args[1:2]}
-    if side in keys.get(name_of(node), ()) and len(shape_of(value_of(side))) >= 3:
-        return shape_of(value_of(side))  # keys and values made by another layer: those of the chosen tokens
-    if name_of(node) == "matmul" and side is node.args[0]:
-        own, out = shape_of(value_of(side)), shape_of(value_of(node))
-        return (*out[:-2], *own[-2:]) if len(own) > 2 and own[-1].is_Integer and own[-2].is_Integer else None
-    if name_of(node) == "scaled_dot_product_attention":
-        query, key = (shape_of(value_of(a)) for a in node.args[:2] if isinstance(a, fx.Node))
-        mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-        return (*query[:-1], key[-2]) if mask is side else None
-    if (name_of(node), side) in (("baddbmm", node.args[0]), ("gather", node.args[-1])):
-        return shape_of(value_of(node))  # the places that a gather reads are shaped like what it makes
-    return shape_of(value_of(node)) if is_pointwise(node) or name_of(node) in ("cat", "concat") else None
 
 
 def canonical_arguments(node: fx.Node) -> list[tuple[str, Any]]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import fx
 
-from modpass.analysis import Refusal
 from modpass.attention import PRODUCTS, Attention, Attentions, Product, arguments_of, is_fused
 from modpass.mixing import is_pointwise, name_of
+from modpass.sizes import Refusal
 from modpass.sparse import is_pick, picks_keys
 from modpass.symbols import Expr, shape_of, value_of
 

@@ -12,11 +12,12 @@ from typing import Any
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from modpass.analysis import Analysis, Refusal, analyse
+from modpass.analysis import Analysis, analyse
 from modpass.examine import Examiner
 from modpass.mixing import name_of
 from modpass.reopen import Reopened, Reopener
 from modpass.sides import side_inputs
+from modpass.sizes import Refusal
 from modpass.symbols import shape_of, value_of
 from modpass.tracing import Traced, capture
 

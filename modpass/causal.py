@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from modpass.analysis import Refusal, Sizes
 from modpass.attention import Attentions, arguments_of
 from modpass.attention_find import find_attention
 from modpass.dropout import copy_graph
 from modpass.mixing import SOFTMAX, name_of
+from modpass.sizes import Refusal, Sizes
 from modpass.symbols import expr_of, shape_of, value_of
 
 __all__ = ["causal_body", "causal_slots", "hide_unused", "mask_unused"]

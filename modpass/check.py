@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from modpass.analysis import SEQUENCE, Analysis, Refusal
+from modpass.analysis import Analysis
 from modpass.functional import gather_tokens, take
 from modpass.rewrite import outline
+from modpass.sizes import SEQUENCE, Refusal
 from modpass.symbols import shape_of, value_of
 from modpass.unseen import UnseenRunner
 

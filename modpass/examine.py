@@ -8,9 +8,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from modpass.analysis import Refusal
 from modpass.check import check_block, needed_values
 from modpass.record import Recorder
+from modpass.sizes import Refusal
 from modpass.symbols import value_of
 
 if TYPE_CHECKING:

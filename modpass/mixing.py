@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from modpass.symbols import Expr, shape_of, value_of
 from modpass.tiling import tiles_apart
 
-__all__ = ["LAYOUT", "SOFTMAX", "UNIFORM", "Unknown", "is_pointwise", "mixing_reason", "name_of"]
+__all__ = ["LAYOUT", "MOVED", "SOFTMAX", "UNIFORM", "Unknown", "is_pointwise", "mixing_reason", "name_of"]
 
 Reason = str | None
 Carries = Callable[[Expr], bool]
@@ -29,8 +29,10 @@ LAYOUT = {
     "contiguous", "detach", "alias", "t", "mT", "movedim", "flatten", "unflatten", "repeat", "repeat_interleave",
     "slice",
 }  # fmt: skip
-_MOVES = LAYOUT | {
-    "to", "_to_copy", "type_as", "numpy_T", "moveaxis", "swapaxes", "swapdims", "lift_fresh_copy", "dropout",
+# One value, laid out or rounded otherwise.
+MOVED = LAYOUT | {"to", "_to_copy"}
+_MOVES = MOVED | {
+    "type_as", "numpy_T", "moveaxis", "swapaxes", "swapdims", "lift_fresh_copy", "dropout",
     "native_dropout", "view_as", "reshape_as", "expand_as", "float", "half", "view_as_complex", "view_as_real",
     "cat", "stack", "concat", "concatenate", "split", "split_with_sizes", "chunk", "unbind", "getitem", "identity",
     "broadcast_to", "narrow", "pad", "constant_pad_nd", "meshgrid",

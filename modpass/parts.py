@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from modpass.analysis import Analysis, Refusal
+from modpass.analysis import Analysis
 from modpass.blocks import Blocks, Skipped
 from modpass.branches import Branches, Cut, upstream
 from modpass.rewrite import regroup
+from modpass.sizes import Refusal
 
 __all__ = ["Parts", "cut_out", "find_cut", "parts_of", "with_part"]
 

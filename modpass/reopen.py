@@ -11,11 +11,12 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from modpass.analysis import Analysis, Refusal, analyse
+from modpass.analysis import Analysis, analyse
 from modpass.errors import TraceError
 from modpass.mixing import name_of
 from modpass.normalise import normalise
 from modpass.runs import Runs
+from modpass.sizes import Refusal
 from modpass.tracing import Traced, experts_per_token, export_program
 
 __all__ = ["Reopened", "Reopener"]

@@ -9,10 +9,11 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from modpass.analysis import SEQUENCE, Analysis, canonical_arguments
+from modpass.analysis import Analysis, canonical_arguments
 from modpass.functional import Gather
 from modpass.mixing import name_of
 from modpass.normalise import drop_dead
+from modpass.sizes import SEQUENCE
 from modpass.symbols import emit, expr_of, value_of
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from modpass.analysis import Refusal
 from modpass.causal import causal_body, causal_slots
 from modpass.errors import BlockError, InputError
 from modpass.functional import (
@@ -29,6 +28,7 @@ from modpass.functional import (
     write_back,
 )
 from modpass.router import Predictor, Router
+from modpass.sizes import Refusal
 
 __all__ = ["Gate", "LastForward", "RoutedBlock", "Router", "Selection", "choose_option", "recorded_choices"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from modpass.analysis import Refusal
 from modpass.record import Recorder, evaluated
+from modpass.sizes import Refusal
 from modpass.tracing import Traced
 
 __all__ = ["Run", "Runs"]

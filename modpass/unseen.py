@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from modpass.analysis import Sizes
 from modpass.mixing import SOFTMAX, name_of
 from modpass.record import Recorder
+from modpass.sizes import Sizes
 from modpass.sparse import is_pick
 from modpass.symbols import Expr, shape_of, value_of
 

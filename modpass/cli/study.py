@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,16 +14,15 @@ __all__ = ["app"]
 
 app = typer.Typer(rich_markup_mode=None, help="Train small models and compare what they reach.")
 
+Out = Annotated[
+    Path,
+    typer.Option("--out", metavar="DIR", file_okay=False, help="Keeps what is done; a study that stopped goes on."),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="A fraction of the work: shows that it works, proves nothing.")]
+
 
 @app.command()
-def isoflop(
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", file_okay=False, help="Keeps every run; one that stopped goes on.")
-    ],
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A fraction of the training: shows that it works, proves nothing.")
-    ] = False,
-) -> None:
+def isoflop(out: Out, quick: Quick = False) -> None:
     """Train dense and routed decoders on real text to the same number of operations."""
     from modpass.bench.isoflop import FULL, QUICK
     from modpass.bench.isoflop import isoflop as study
@@ -30,26 +30,12 @@ def isoflop(
 
     with progress() as tell:
         results = study(out, QUICK if quick else FULL, tell)
-    table = grid(*HEADINGS, numbers=HEADINGS[1:])
-    for row in study_table(results):
-        table.add_row(*row)
-    screen = console()
-    screen.print(table)
-    found = verdict(results)
-    named = ", ".join(f"{name} {value:.4f}" for name, value in found.items() if value is not None)
-    screen.print(f"best routed over best dense: {named}")
-    screen.print(f"written to {out / 'isoflop.json'}, .md and .png beside it", soft_wrap=True)
+    found = ", ".join(f"{name} {value:.4f}" for name, value in verdict(results).items() if value is not None)
+    _show(HEADINGS, study_table(results), [f"best routed over best dense: {found}"], out / "isoflop.json")
 
 
 @app.command()
-def adapt(
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", file_okay=False, help="Keeps every variant; a study goes on there.")
-    ],
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A few short rows: shows that it works, proves nothing.")
-    ] = False,
-) -> None:
+def adapt(out: Out, quick: Quick = False) -> None:
     """Route SmolLM2-135M without training, tune it briefly, and compare it with dropping layers."""
     from modpass.bench.adapt import FULL, QUICK
     from modpass.bench.adapt import adapt as study
@@ -57,13 +43,20 @@ def adapt(
 
     with progress() as tell:
         results = study(out, QUICK if quick else FULL, tell)
-    headings = adapt_headings(results)
-    table = grid(*headings, numbers=headings[1:])
-    for row in adapt_table(results):
+    found = [
+        f"  {name}: {', '.join(f'{text} {ratio:.3f}' for text, ratio in ratios.items())}"
+        for name, ratios in verdict(results).items()
+    ]
+    lines = ["perplexity over the best that dropping reaches at as many operations:", *found]
+    _show(adapt_headings(results), adapt_table(results), lines, out / "adapt.json")
+
+
+def _show(headings: Sequence[str], rows: Iterable[Sequence[str]], lines: Iterable[str], written: Path) -> None:
+    table = grid(*headings, numbers=tuple(headings[1:]))
+    for row in rows:
         table.add_row(*row)
     screen = console()
     screen.print(table)
-    screen.print("perplexity over the best that dropping reaches at as many operations:")
-    for name, found in verdict(results).items():
-        screen.print(f"  {name}: {', '.join(f'{text} {ratio:.3f}' for text, ratio in found.items())}")
-    screen.print(f"written to {out / 'adapt.json'}, .md and .png beside it", soft_wrap=True)
+    for line in lines:
+        screen.print(line)
+    screen.print(f"written to {written}, .md and .png beside it", soft_wrap=True)

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from modpass.analysis import Refusal, Sizes
 from modpass.causal import dependent
 from modpass.decode.copy import CacheSpec, StepCopy
 from modpass.decode.worlds import FullLength
@@ -21,6 +20,7 @@ from modpass.errors import BlockError
 from modpass.functional import Gather, take
 from modpass.functional import slots as slots_of
 from modpass.routing import RoutedBlock
+from modpass.sizes import Refusal, Sizes
 from modpass.symbols import shape_of, value_of
 
 __all__ = ["Skipping", "StepBlock"]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from modpass.analysis import SEQUENCE, Refusal, Sizes
 from modpass.attention import moves
 from modpass.decode.worlds import is_size, size_at
+from modpass.sizes import SEQUENCE, Refusal, Sizes
 from modpass.symbols import shape_of, value_of
 
 __all__ = ["Cut", "by_rows", "cut_at", "named", "spreads_heads"]

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from modpass.analysis import Refusal, Sizes
 from modpass.attention import Attention, arguments_of
 from modpass.attention_find import find_attention
 from modpass.decode.attend import attend, hide_later, join_scores, weigh
@@ -18,6 +17,7 @@ from modpass.decode.names import free_placeholder
 from modpass.decode.recall import recall
 from modpass.decode.worlds import is_size, size_at
 from modpass.mixing import name_of
+from modpass.sizes import Refusal, Sizes
 from modpass.symbols import shape_of, value_of
 
 __all__ = ["CacheSpec", "StepCopy"]

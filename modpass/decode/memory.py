@@ -16,15 +16,13 @@ from typing import Any
 
 from torch import fx
 
-from modpass.analysis import SEQUENCE, Sizes
 from modpass.decode.caches import by_rows
 from modpass.decode.worlds import is_size
-from modpass.mixing import LAYOUT, is_pointwise, mixing_reason, name_of
+from modpass.mixing import MOVED, is_pointwise, mixing_reason, name_of
+from modpass.sizes import SEQUENCE, Sizes
 from modpass.symbols import shape_of, value_of
 
 __all__ = ["Memory", "Remembered", "find_memory"]
-
-_KEEPS = LAYOUT | {"to", "_to_copy"}
 
 
 @dataclass(frozen=True)
@@ -192,7 +190,7 @@ class _Way:
         if mixing_reason(user, self.sizes.carries, self.sizes.is_batch):
             return False
         counted = [a for a in user.all_input_nodes if any(map(self.sizes.carries, shape_of(value_of(a))))]
-        return counted == [node] and (is_pointwise(user) or name_of(user) in _KEEPS)
+        return counted == [node] and (is_pointwise(user) or name_of(user) in MOVED)
 
     def _along(self, user: fx.Node, node: fx.Node) -> bool:
         shape = shape_of(value_of(node))

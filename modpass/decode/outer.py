@@ -9,21 +9,20 @@ from typing import Any
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from modpass.analysis import Refusal, Sizes
 from modpass.attention import PRODUCTS, arguments_of, is_fused
 from modpass.causal import dependent
 from modpass.decode.memory import Memory, find_memory
 from modpass.decode.permit import refuse_mixing
 from modpass.dropout import undo_dropout
 from modpass.errors import BlockError, InputError
-from modpass.mixing import LAYOUT, name_of
+from modpass.mixing import MOVED, name_of
 from modpass.model import RoutedModel
+from modpass.sizes import Refusal, Sizes
 from modpass.symbols import Expr, shape_of, value_of
 from modpass.transform import trace
 
 __all__ = ["Outer", "open_model", "whole_numbers"]
 
-_MOVED = LAYOUT | {"to", "_to_copy"}
 _HIDES = PRODUCTS | {"embedding", "linear", "mm", "addmm"}
 
 
@@ -148,7 +147,7 @@ def _is_whole(graph: fx.Graph, source: fx.Node, sizes: Sizes) -> bool:
 def _is_looked_up(source: fx.Node) -> bool:
     """Whether an input holds ids that a table is read at."""
     return any(
-        (name_of(user) == "embedding" and user.args[1] is source) or (name_of(user) in _MOVED and _is_looked_up(user))
+        (name_of(user) == "embedding" and user.args[1] is source) or (name_of(user) in MOVED and _is_looked_up(user))
         for user in source.users
     )
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from modpass.analysis import SEQUENCE, Refusal, Sizes, canonical_arguments, merges_rows
+from modpass.analysis import canonical_arguments, merges_rows
 from modpass.decode.worlds import is_size
 from modpass.mixing import mixing_reason
+from modpass.sizes import SEQUENCE, Refusal, Sizes
 from modpass.sparse import picks_keys
 from modpass.symbols import expr_of, value_of
 

@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from modpass.analysis import Refusal
 from modpass.attention_find import find_attention
 from modpass.causal import dependent
 from modpass.decode.caches import Cut, cut_at, named
@@ -26,6 +25,7 @@ from modpass.decode.worlds import is_size, size_at
 from modpass.errors import BlockError, InputError
 from modpass.mixing import is_pointwise, name_of
 from modpass.routing import RoutedBlock
+from modpass.sizes import Refusal
 from modpass.symbols import shape_of, value_of
 
 __all__ = ["Logits", "prefill"]

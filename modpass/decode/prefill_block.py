@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from modpass.analysis import Sizes
 from modpass.attention_find import find_attention
 from modpass.causal import causal_slots, dependent
 from modpass.decode.caches import Cut, cut_at
@@ -19,6 +18,7 @@ from modpass.decode.model import Cache, Routing
 from modpass.dropout import undo_dropout
 from modpass.functional import gather_tokens, take, write_back
 from modpass.routing import RoutedBlock
+from modpass.sizes import Sizes
 from modpass.symbols import shape_of, value_of
 
 __all__ = ["PrefillBlock"]

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from modpass.analysis import Refusal, gather_of, is_uniform
+from modpass.analysis import is_uniform
 from modpass.causal import dependent
 from modpass.decode.block import Skipping, StepBlock
 from modpass.decode.caches import named
@@ -25,7 +25,9 @@ from modpass.decode.rows import Rows
 from modpass.decode.worlds import FullLength
 from modpass.errors import BlockError, InputError
 from modpass.functional import Gather
+from modpass.gathers import gather_of
 from modpass.routing import RoutedBlock
+from modpass.sizes import Refusal
 from modpass.symbols import shape_of, value_of
 
 __all__ = ["decode_step"]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from modpass.analysis import SEQUENCE, Refusal, Sizes
 from modpass.decode.names import free_stem
 from modpass.mixing import name_of
+from modpass.sizes import SEQUENCE, Refusal, Sizes
 from modpass.symbols import expr_of, shape_of, value_of
 
 __all__ = ["FullLength", "is_size", "size_at"]
