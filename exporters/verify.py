@@ -110,6 +110,13 @@ def verify(
     Raises:
         VerificationError: the file is not the one its manifest describes, or ONNX Runtime cannot run it.
         StateError: there is no manifest.
+
+    >>> import tempfile
+    >>> from modpass.decode.example import tiny_decoder
+    >>> from modpass.exporters import FixedShape, export_onnx
+    >>> model, path = tiny_decoder(True), tempfile.mkdtemp() + "/m.onnx"
+    >>> written = export_onnx(model, path, FixedShape(1, 8)); verify(model, path).choices
+    {'blocks.1': 1.0}
     """
     manifest = Manifest.load(manifest_path(path))
     manifest.check(path)
