@@ -12,8 +12,10 @@ from torch import nn
 
 from modpass.errors import InputError
 from modpass.exporters.bucket_manifest import FILE, Bucket, BucketManifest, Mask, Port, label
+from modpass.exporters.conversion import Precision, as_onnx
+from modpass.exporters.facts import facts, weights_dtype
 from modpass.exporters.manifest import DataFile, Manifest, manifest_path
-from modpass.exporters.onnx import Precision, as_onnx, facts, weights_dtype
+from modpass.exporters.own_folder import own_folder
 from modpass.exporters.padding import Trial, find_mask, try_padding
 from modpass.exporters.shapes import FixedShape, input_shapes
 from modpass.exporters.shared_weights import save_shared
@@ -21,7 +23,7 @@ from modpass.files import sha256, whole_directory
 from modpass.model import RoutedModel
 from modpass.transform import trace
 
-__all__ = ["BUCKETS", "WEIGHTS", "export_buckets", "own_folder", "parse_buckets"]
+__all__ = ["BUCKETS", "WEIGHTS", "export_buckets", "parse_buckets"]
 
 BUCKETS: tuple[tuple[int, int], ...] = ((1, 256), (1, 1024), (8, 1024))
 WEIGHTS = "weights.bin"
@@ -100,20 +102,6 @@ def parse_buckets(text: str) -> list[tuple[int, int | None]]:
             )
         found.append((int(sizes[0]), int(sizes[1]) if len(sizes) == 2 else None))
     return found
-
-
-def own_folder(folder: str | os.PathLike[str], marker: str) -> None:
-    """Refuse a folder that holds something else than an earlier export, which would be replaced.
-
-    Raises:
-        InputError: it is such a folder, or a file.
-    """
-    path = Path(folder)
-    if path.is_dir():
-        if any(path.iterdir()) and not (path / marker).is_file():
-            raise InputError(f"'{path}' holds other files, which an export would replace; name a folder of its own")
-    elif path.exists():
-        raise InputError(f"'{path}' is a file; name a folder")
 
 
 def _shapes(buckets: Sequence[Sizes], dims: Mapping[str, int]) -> list[FixedShape]:

@@ -14,14 +14,18 @@ from torch import nn
 from modpass.decode import PrefillModel, StepModel, decode_step, prefill
 from modpass.decode.block import Skipping
 from modpass.errors import InputError
+from modpass.exporters.conversion import Precision
 from modpass.exporters.decoder_facts import describe, logits_of, vocabulary
-from modpass.exporters.decoder_manifest import TOKENIZER, DecoderManifest
+from modpass.exporters.decoder_manifest import FILE, TOKENIZER, DecoderManifest
 from modpass.exporters.decoder_probe import PROBE, record_decoder
+from modpass.exporters.facts import specs, weights_dtype
+from modpass.exporters.lowering import lower
 from modpass.exporters.manifest import DataFile, Manifest, RoutedSpec, manifest_path, versions
-from modpass.exporters.onnx import Precision, lower, prove_static, specs, strip, weights_dtype
 from modpass.exporters.origins import note_origins
+from modpass.exporters.own_folder import own_folder
 from modpass.exporters.precision import to_precision
 from modpass.exporters.shared_weights import save_shared
+from modpass.exporters.static_graph import prove_static, strip
 from modpass.files import sha256, whole_directory
 from modpass.model import RoutedModel
 from modpass.transform import trace
@@ -56,7 +60,7 @@ def export_decoder(
         tokenizer: anything with ``save_pretrained(folder)``, kept beside the graphs in ``tokenizer/``.
 
     Raises:
-        InputError: a size does not fit.
+        InputError: a size does not fit, or the folder holds something else.
         BlockError: the model cannot be decoded; names the operator.
         ExportError: torch cannot lower it; nothing is written.
 
@@ -67,15 +71,21 @@ def export_decoder(
     """
     if dtype not in (None, "float32", "float16", "bfloat16"):
         raise InputError(f"dtype is {dtype!r}; allowed are 'float32', 'float16' and 'bfloat16'")
+    own_folder(directory, FILE)
     routed = model if isinstance(model, RoutedModel) else trace(model)
     skipping = skipping or ("conditional" if batch == 1 and routed.routed_blocks else "masked")
-    first = prefill(routed, batch=batch, sequence=prompt, max_sequence=max_sequence, padding=False)
     step = decode_step(routed, batch=batch, max_sequence=max_sequence, padding=False, skipping=skipping)
     if len(step.info.tokens) != 1:
         names = ", ".join(t.name for t in step.info.tokens)
         raise InputError(f"a session feeds one token input; this model takes {names}: trace it without the others")
+    if (rows := step.info.tokens[0].shape[0]) != batch:
+        raise InputError(
+            f"a session feeds one row of tokens for each of the batch; input '{step.info.tokens[0].name}' takes "
+            f"{rows // batch}, such as codebooks: step it by decode_step instead"
+        )
     if step.info.tokens[0].dtype.is_floating_point:
         raise InputError(f"a session feeds token ids; input '{step.info.tokens[0].name}' takes floating-point numbers")
+    first = prefill(routed, batch=batch, sequence=prompt, max_sequence=max_sequence, padding=False)
     graphs = {PREFILL: _graph(first, opset, dtype), DECODE: _graph(step, opset, dtype)}
     with whole_directory(directory) as folder:
         save_shared(graphs, folder, WEIGHTS)

@@ -20,6 +20,7 @@ from modpass.exporters.bucket_manifest import Dim, Mask, Padding
 from modpass.exporters.shapes import FixedShape, example_tensors
 from modpass.exporters.verify import BOUNDS
 from modpass.model import RoutedModel
+from modpass.record import evaluated
 
 __all__ = ["Trial", "find_mask", "try_padding"]
 
@@ -151,12 +152,8 @@ class _Probe:
 
     def run(self, tensors: Tensors) -> list[Tensor]:
         """The outputs, as tensors in order."""
-        training = self.model.training
-        try:
-            with torch.no_grad():
-                output = self.model.eval()(**tensors)
-        finally:
-            self.model.train(training)
+        with torch.no_grad(), evaluated(self.model):
+            output = self.model(**tensors)
         return [v for v in pytree.tree_leaves(output) if isinstance(v, Tensor)]
 
     @contextmanager

@@ -19,8 +19,8 @@ import numpy as np
 
 from modpass.errors import InputError
 from modpass.exporters.bucket_manifest import Bucket, BucketManifest, check_files
-from modpass.exporters.buckets import own_folder
 from modpass.exporters.manifest import Manifest, manifest_path
+from modpass.exporters.own_folder import own_folder
 from modpass.exporters.sealed import read_sealed, write_sealed
 from modpass.exporters.triton_config import Instances, config_text
 from modpass.exporters.triton_source import Model, Source, read_source

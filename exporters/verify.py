@@ -23,6 +23,7 @@ from modpass.exporters.probe import Probe, probe_path, sampled, scale_of
 from modpass.exporters.shapes import FixedShape
 from modpass.files import sha256
 from modpass.model import RoutedModel
+from modpass.record import evaluated
 from modpass.routing import recorded_choices
 
 __all__ = ["BOUNDS", "Difference", "VerificationReport", "compare", "difference", "recorded", "run_probe", "verify"]
@@ -187,7 +188,8 @@ def run_probe(path: str | os.PathLike[str], manifest: Manifest) -> VerificationR
         VerificationError: ONNX Runtime cannot run the file, or an output is of another shape.
         StateError: the probe cannot be read.
     """
-    probe = Probe.load(probe_path(Path(path)))
+    assert manifest.probe is not None
+    probe = Probe.load(Path(path).parent / manifest.probe.file)  # that which was hashed, whatever the graph is called
     names = {n: b.indices for n, b in manifest.routed_blocks.items() if b.indices is not None}
     given = {n: torch.from_numpy(a) for n, a in drawn(probe.inputs, probe.seed).items()}
     found = _in_onnxruntime(path, given, list(names.values()))
@@ -207,13 +209,13 @@ def _same_shapes(
 
 
 def _in_torch(model: RoutedModel, given: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad(), recorded_choices() as choices:
+        with evaluated(model), torch.no_grad(), recorded_choices() as choices:
             leaves = [v for v in pytree.tree_leaves(model(**given)) if isinstance(v, Tensor)]
-    finally:
-        model.train(training)
+    except (IndexError, RuntimeError) as e:
+        sizes = ", ".join(f"{n} {list(t.shape)}" for n, t in given.items())
+        reason = next(iter(str(e).splitlines()), type(e).__name__)
+        raise VerificationError(f"the model itself fails in PyTorch at {sizes}, so the file is no use: {reason}") from e
     return dict(zip(model.output_names, leaves, strict=True)), choices
 
 

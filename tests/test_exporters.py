@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import modpass
 from modpass.errors import ExportError, InputError, StateError, VerificationError
 from modpass.exporters import FixedShape, Manifest, export_onnx, manifest_path, verify
-from modpass.exporters.onnx import as_onnx, open_dims
+from modpass.exporters.conversion import as_onnx
+from modpass.exporters.static_graph import open_dims
 from tests.test_transform import inputs_of, routed_pair, set_blocks
 from tests.zoo import ZOO, make
 
@@ -242,3 +243,30 @@ def test_outputs_keep_their_names_past_one_that_is_none(folder: Path) -> None:
 def test_a_sequence_that_the_model_cannot_take_is_refused_with_its_cause(folder: Path) -> None:
     with pytest.raises(ExportError, match=r"torch cannot lower this model at ids \[1, 80\]"):
         export_onnx(routed_pair("tril-buffer")[1], folder / "no.onnx", FixedShape(1, 80))
+
+
+class Lettered(nn.Module):
+    """Its inputs have capital letters in their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x_BSD: torch.Tensor, Scale: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layers(x_BSD * Scale)
+        return made
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_inputs_keep_capital_letters_in_their_names(tmp_path: Path, exported: bool) -> None:
+    model, inputs = Lettered().eval(), (torch.randn(2, 9, 8), torch.rand(2, 9, 8))
+    free = tuple({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO} for _ in inputs)
+    source = torch.export.export(model, inputs, dynamic_shapes=free) if exported else model
+    shape = FixedShape(2, 9)
+    routed = modpass.mod_transform(source, 0.5, every=1, example_inputs=None if exported else inputs)
+    assert [i.name for i in routed.inputs] == ["x_BSD", "Scale"]
+    assert routed(x_BSD=inputs[0], Scale=inputs[1]).shape == (2, 9, 8)
+    manifest = export_onnx(routed, tmp_path / "m.onnx", shape)
+    assert [i.name for i in manifest.inputs] == ["x_BSD", "Scale"]
+    verify(routed, tmp_path / "m.onnx").check()

@@ -18,8 +18,8 @@ from modpass.bench.decode_models import Decoder
 from modpass.bench.precision import measure_precisions, table
 from modpass.errors import ExportError, InputError, VerificationError
 from modpass.exporters import FixedShape, build_engine, export_onnx, verify
+from modpass.exporters.conversion import as_onnx
 from modpass.exporters.manifest import Manifest, manifest_path
-from modpass.exporters.onnx import as_onnx
 from modpass.exporters.precision import to_precision
 from modpass.exporters.quantise import BLOCK, quantise
 from modpass.exporters.verify import recorded

@@ -25,6 +25,7 @@ from tests.decoders import LENGTH, causal, dense
 from tests.sealing import change
 from tests.trt_fake import fake_build, fake_runtime
 
+pytestmark = pytest.mark.slow  # four decoders are exported first
 PROMPTS = [[5, 9, 11, 40, 33, 2], [7, 8, 9], [3, 4, 5, 6, 7, 8, 9, 10, 11], [60]]
 Folders = dict[str, Path]
 Install = Callable[..., Any]

@@ -145,6 +145,17 @@ def test_a_folder_that_is_no_decoder_folder_is_refused(tmp_path: Path) -> None:
         DecoderManifest.load(tmp_path)
 
 
+def test_a_folder_that_holds_something_else_is_not_replaced(tmp_path: Path) -> None:
+    note = tmp_path / "notes" / "mine.txt"
+    note.parent.mkdir()
+    note.write_text("kept")
+    with pytest.raises(InputError, match=r"notes' holds other files, which an export would replace; name a folder of"):
+        export_decoder(tiny_decoder(), note.parent, prompt=4, max_sequence=8)
+    with pytest.raises(InputError, match=r"mine.txt' is a file; name a folder"):
+        export_decoder(tiny_decoder(), note, prompt=4, max_sequence=8)
+    assert note.read_text() == "kept"
+
+
 def test_bfloat16_is_refused_before_onnx_runtime_reads_it(tmp_path: Path) -> None:
     export_decoder(tiny_decoder(), tmp_path / "d", prompt=4, max_sequence=8, dtype="bfloat16")
     assert DecoderManifest.load(tmp_path / "d").dtype == "bfloat16"

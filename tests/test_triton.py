@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import modpass
 from modpass.decode.example import tiny_decoder
 from modpass.errors import ExportError, InputError, StateError, VerificationError
-from modpass.exporters import BucketSession, FixedShape, Manifest, export_buckets, export_onnx, export_triton
+from modpass.exporters import BucketSession, FixedShape, Manifest, export_buckets, export_onnx, export_triton, verify
 from modpass.exporters.manifest import TensorSpec, manifest_path
 from modpass.exporters.triton import check_repository
 from modpass.exporters.triton_config import Instances, config_text
@@ -46,13 +46,16 @@ class Masked(nn.Module):
         return {"hidden": x, "tokens": attention_mask.sum()}
 
 
+def traced() -> modpass.RoutedModel:
+    mask = torch.ones(2, 5, dtype=torch.int64)
+    return modpass.trace(Masked().eval(), {"ids": torch.arange(10).view(2, 5), "attention_mask": mask})
+
+
 @pytest.fixture(scope="module")
 def buckets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("triton") / "masked"
     torch.manual_seed(0)
-    mask = torch.ones(2, 5, dtype=torch.int64)
-    model = modpass.trace(Masked().eval(), {"ids": torch.arange(10).view(2, 5), "attention_mask": mask})
-    export_buckets(model, folder, SHAPES)
+    export_buckets(traced(), folder, SHAPES)
     return folder
 
 
@@ -166,6 +169,15 @@ def test_every_file_that_is_served_is_hashed(repository: Path, tmp_path: Path) -
     )
     for model in repository.glob("*/1/model.onnx"):
         Manifest.load(manifest_path(model)).check(model)
+
+
+def test_models_that_were_verified_are_verified_again_where_they_are_served(tmp_path: Path) -> None:
+    model = traced()
+    export_buckets(model, tmp_path / "b", [(1, 4)])
+    verify(model, tmp_path / "b" / "1x4.onnx").check()
+    export_triton(tmp_path / "b", tmp_path / "r")
+    found = verdict(tmp_path / "r").check()
+    assert [c.result for c in found.checks if c.name == "parity"] == ["passed"]
 
 
 def test_verify_finds_what_was_changed(buckets: Path, tmp_path: Path) -> None:
