@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from modpass.bench.adapt_report import adapt_markdown, save_adapt_plot, verdict
 from modpass.bench.adapt_result import AdaptResult
 from modpass.bench.adapt_run import Bench
 from modpass.bench.adapt_setup import Progress, Run, Subject, smollm2
 from modpass.bench.adapt_tune import gated, tune
-from modpass.bench.adapt_variant import Variant, applied, chosen, operations
-from modpass.errors import StateError, require
+from modpass.bench.adapt_variant import Variant, applied, operations
+from modpass.bench.study_kept import kept
+from modpass.errors import require
 from modpass.files import whole_file
 
 __all__ = ["FULL", "QUICK", "AdaptPlan", "adapt"]
@@ -29,39 +28,37 @@ class AdaptPlan:
     run: Run
 
 
-def _level(layers: int, routed: Sequence[tuple[str, float]]) -> tuple[Variant, ...]:
+def _level(layers: int) -> tuple[Variant, ...]:
     """What is compared at the operations of the model without so many layers."""
     return (
         Variant(f"drop-{layers}", layers, "drop"),
+        Variant(f"route-{layers}", layers, "route"),
+        Variant(f"drop-alone-{layers}", layers, "drop", together=False),
+        Variant(f"route-alone-{layers}", layers, "route", together=False, capacity=0.33),
         Variant(f"spaced-{layers}", layers, "spaced"),
-        Variant(f"drop-mlp-{layers}", layers, "drop", "mlp"),
-        *(Variant(f"route-{p}-{c:g}-{layers}", layers, "route", p, c) for p, c in routed),  # type: ignore[arg-type]
     )
 
 
-def _tuned(layers: int, capacity: float) -> tuple[Variant, ...]:
-    routed = [
-        Variant(f"route-block-{capacity:g}-{layers}-{t}", layers, "route", "block", capacity, t)
-        for t in ("routers", "lora", "distil")
-    ]
+def _tuned(layers: int) -> tuple[Variant, ...]:
+    routed = [Variant(f"route-{layers}-{t}", layers, "route", tune=t) for t in ("routers", "lora", "distil")]
     return (*routed, Variant(f"drop-{layers}-distil", layers, "drop", tune="distil"))
 
 
 DENSE = Variant("dense")
-_ROUTED = (("block", 0.33), ("mlp", 0.5))
-FULL = AdaptPlan(
-    (
-        DENSE,
-        *_level(4, (*_ROUTED, ("block", 0.2), ("block", 0.5))),
-        *_level(2, _ROUTED),
-        *_level(6, _ROUTED),
-        *_tuned(4, 0.33),
-    ),
-    Run(),
-)
+FULL = AdaptPlan((DENSE, *_level(2), *_level(4), *_level(6), *_tuned(4)), Run())
 QUICK = AdaptPlan(
-    (DENSE, *_level(4, _ROUTED), *_tuned(4, 0.33)[:1]),
-    Run(sequence=64, calibration_rows=1, held_out_rows=2, steps=2, tuning_rows=1, tuning_sequence=64),
+    (DENSE, *_level(2), *_tuned(2)[:1]),
+    Run(
+        sequence=64,
+        calibration_rows=1,
+        compared_rows=1,
+        held_out_rows=2,
+        most_layers=2,
+        capacities=(0.25,),
+        steps=2,
+        tuning_rows=1,
+        tuning_sequence=64,
+    ),
 )
 
 
@@ -96,36 +93,20 @@ def adapt(
 
 
 def _kept(bench: Bench, variant: Variant) -> AdaptResult:
-    path = bench.folder / f"{variant.name}.json"
-    settings: dict[str, Any] = {**bench.settings(), "variant": asdict(variant)}
-    if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["settings"] != settings:
-            raise StateError(f"'{path}' is of a run with other settings; give another folder, or remove it")
-        return AdaptResult(**found["result"])
-    result = _measured(bench, variant)
-    with whole_file(path) as temporary:
-        temporary.write_text(json.dumps({"settings": settings, "result": asdict(result)}, indent=2) + "\n")
-    return result
+    settings = {**bench.settings(), "variant": asdict(variant)}
+    return AdaptResult(
+        **kept(bench.folder / f"{variant.name}.json", settings, lambda: asdict(_measured(bench, variant)))
+    )
 
 
 def _measured(bench: Bench, variant: Variant) -> AdaptResult:
-    plain, ids = bench.model(variant.parts), bench.example()
-    dense = operations(plain, DENSE, [], ids)
-    blocks = list(bench.model("block").routed_blocks)
-    dropped = Variant("", variant.layers, "drop")
-    # Every layer counts as much as the first: those of a language model are alike.
-    budget = operations(bench.model("block"), dropped, blocks[: variant.layers], ids)
-    costs: dict[str, float] = {}
-    if variant.how in ("drop", "route"):
-        found = bench.costs(variant.parts)
-        costs = found.dropped if variant.how == "drop" else found.routed
-    names = chosen(plain, variant, costs, budget, ids)
-    model, own = bench.ready(variant, names)
-    learns = gated(model, own, bench.run.mix) if variant.tune and variant.how == "route" else nullcontext()
-    with applied(model, variant, own), learns:
+    plain, ids, capacities = bench.model(variant.parts), bench.example(), bench.capacities(variant)
+    share = operations(plain, capacities, ids) / operations(plain, {}, ids)
+    model, own = bench.ready(variant, capacities)
+    learns = gated(model, list(own), bench.run.mix) if variant.tune and variant.how == "route" else nullcontext()
+    with applied(model, own), learns:
         if variant.tune:
             teacher = bench.model(variant.parts)
             tune(model, variant.tune, bench.run, bench.texts, teacher, lambda *n: bench.tell(variant.name, *n))
         losses = bench.losses(model, variant.name)
-    return AdaptResult(asdict(variant), names, operations(plain, variant, names, ids) / dense, losses)
+    return AdaptResult(asdict(variant), capacities, share, losses)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +13,9 @@ __all__ = ["adapt_headings", "adapt_markdown", "adapt_table", "save_adapt_plot",
 
 _HOW = {
     ("dense", "block"): "dense",
-    ("drop", "block"): "drop layers, those that cost least",
-    ("spaced", "block"): "drop layers, at equal distances",
-    ("drop", "mlp"): "drop MLPs, those that cost least",
+    ("drop", "block"): "drop layers",
+    ("spaced", "block"): "drop layers at equal distances",
+    ("drop", "mlp"): "drop MLPs",
     ("route", "block"): "route blocks",
     ("route", "mlp"): "route MLPs",
 }
@@ -24,21 +25,21 @@ _TUNED = {"routers": "routers tuned", "lora": "LoRA tuned on the text", "distil"
 def adapt_headings(results: Sequence[AdaptResult]) -> tuple[str, ...]:
     """The columns of ``adapt_table``."""
     texts = (f"perplexity, {t}" for r in results[:1] for t in r.losses)
-    return ("model", "blocks", "capacity", "operations", *texts)
+    return ("model", "blocks", "capacities", "operations", *texts)
 
 
 def adapt_table(results: Sequence[AdaptResult]) -> list[tuple[str, ...]]:
     """One row of text per variant: what it is, blocks changed, capacity, share of the operations, perplexities.
 
-    >>> dense = {"how": "dense", "parts": "block", "tune": "", "capacity": 1.0}
-    >>> adapt_table([AdaptResult(dense, [], 1.0, {"a": 0.0})])
+    >>> dense = {"how": "dense", "parts": "block", "tune": ""}
+    >>> adapt_table([AdaptResult(dense, {}, 1.0, {"a": 0.0})])
     [('dense', '', '', '100.0 %', '1.00')]
     """
     return [
         (
             _name(r),
             str(len(r.blocks)) if r.blocks else "",
-            f"{r.variant['capacity']:g}" if r.variant["how"] == "route" else "",
+            _capacities(r),
             f"{100 * r.flops:.1f} %",
             *(f"{r.perplexity(t):.2f}" for t in r.losses),
         )
@@ -60,7 +61,7 @@ def verdict(results: Sequence[AdaptResult]) -> dict[str, dict[str, float]]:
 
     >>> at = {"tune": "", "layers": 2}
     >>> drop, route = {"how": "drop", "name": "d", **at}, {"how": "route", "name": "r", **at}
-    >>> verdict([AdaptResult(drop, [], 0.9, {"a": 1.0}), AdaptResult(route, [], 0.9, {"a": 1.0})])
+    >>> verdict([AdaptResult(drop, {}, 0.9, {"a": 1.0}), AdaptResult(route, {}, 0.9, {"a": 1.0})])
     {'r': {'a': 1.0}}
     """
     plain = [r for r in results if not r.variant["tune"]]
@@ -84,15 +85,12 @@ def save_adapt_plot(results: Sequence[AdaptResult], path: Path) -> None:
     figure = require("matplotlib.figure", "bench").Figure(figsize=(5.5 * len(texts), 4.5), layout="constrained")
     kinds: dict[str, list[AdaptResult]] = {}
     for result in results:
-        capacity = f", capacity {result.variant['capacity']:g}" if result.variant["how"] == "route" else ""
-        kinds.setdefault(_name(result) + capacity, []).append(result)
+        kinds.setdefault(_name(result), []).append(result)
     for text, axes in zip(texts, figure.subplots(1, len(texts), squeeze=False)[0], strict=True):
         for kind, members in kinds.items():
             points = sorted((r.flops, r.perplexity(text)) for r in members)
             line = ":" if "route" not in kind else "-"
-            axes.plot(
-                *zip(*points, strict=True), line, marker="x" if "," in kind and len(points) == 1 else "o", label=kind
-            )
+            axes.plot(*zip(*points, strict=True), line, marker="x" if len(points) == 1 else "o", label=kind)
         axes.set_xlabel("operations, share of the dense model's")
         axes.set_ylabel(f"perplexity, {text}")
         axes.set_yscale("log")
@@ -101,6 +99,14 @@ def save_adapt_plot(results: Sequence[AdaptResult], path: Path) -> None:
 
 
 def _name(result: AdaptResult) -> str:
-    how = _HOW[result.variant["how"], result.variant["parts"]]
-    tuned = _TUNED.get(result.variant["tune"], "")
-    return f"{how}; {tuned}" if tuned else how
+    variant = result.variant
+    how = _HOW[variant["how"], variant["parts"]]
+    alone = variant["how"] in ("drop", "route") and not variant["together"]
+    tuned = _TUNED.get(variant["tune"], "")
+    return how + (", picked alone" if alone else "") + (f"; {tuned}" if tuned else "")
+
+
+def _capacities(result: AdaptResult) -> str:
+    """How many blocks have each capacity: ``3 x 0.25, 2 x 0.5``."""
+    counts = Counter(c for c in result.blocks.values() if c)
+    return ", ".join(f"{n} x {c:g}" for c, n in sorted(counts.items()))

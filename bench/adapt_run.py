@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from modpass import RoutedModel, mod_transform
-from modpass.bench.adapt_setup import Costs, Progress, Run, Subject, next_token_loss
+from modpass.bench.adapt_pick import cost_alone, fitted, pick_record, picked_from, picked_together
+from modpass.bench.adapt_setup import Progress, Run, Subject, next_token_loss
 from modpass.bench.adapt_text import Text
-from modpass.bench.adapt_variant import Variant
-from modpass.errors import StateError, require
-from modpass.files import whole_file
-from modpass.training import block_costs, calibrate, skipped
+from modpass.bench.adapt_variant import Variant, cheapest, operations, spaced
+from modpass.bench.study_kept import kept
+from modpass.errors import require
+from modpass.training import Picked
 
 __all__ = ["Bench"]
 
@@ -29,7 +30,7 @@ class Bench:
         self.subject, self.run, self.folder, self.tell = subject, run, folder, tell
         self._models: dict[tuple[str, bool], RoutedModel] = {}
         self._adapters: dict[str, dict[str, Tensor]] = {}  # as they were before any tuning
-        self._costs: dict[str, Costs] = {}
+        self._routers: dict[str, dict[str, Tensor]] = {}
 
     @cached_property
     def texts(self) -> tuple[Text, ...]:
@@ -69,55 +70,75 @@ class Bench:
         adapted: nn.Module = peft.get_peft_model(self.subject.model(), config)
         return adapted.eval()
 
-    def costs(self, parts: str) -> Costs:
-        """What blocks cost, and their routers."""
-        if parts not in self._costs:
-            path, settings = self.folder / f"calibration-{parts}.pt", self.settings()
-            if not path.exists():
-                kept = {"settings": settings, "costs": asdict(self._calibrated(parts))}
-                with whole_file(path) as temporary:
-                    torch.save(kept, temporary)
-            kept = torch.load(path, weights_only=True)
-            if kept["settings"] != settings:
-                raise StateError(f"'{path}' is of a run with other settings; give another folder, or remove it")
-            self._costs[parts] = Costs(**kept["costs"])
-        return self._costs[parts]
+    def routers(self, parts: str) -> dict[str, Tensor]:
+        """The fitted router of each block."""
+        if parts not in self._routers:
+            model = self.model(parts)
+            self._routers[parts] = self._kept(f"routers-{parts}.pt", lambda: fitted(model, self.texts, self.run))
+        return self._routers[parts]
 
-    def _calibrated(self, parts: str) -> Costs:
-        model, done = self.model(parts), 0
-        count = self.run.calibration_rows + self.run.compared_rows
-        rows = [t.rows(count, self.run.sequence) for t in self.texts]
-        batches = [b for r in rows for b in r[self.run.compared_rows :].split(self.run.batch)]
-        compared = [torch.cat([r[: self.run.compared_rows] for r in rows])]
-        total = 2 * (1 + len(model.routed_blocks))
+    def capacities(self, variant: Variant) -> dict[str, float]:
+        """The blocks of a variant, and at which capacity; 0: dropped."""
+        model, blocks, ids = self.model(variant.parts), list(self.model("block").routed_blocks), self.example()
+        if variant.how == "dense":
+            return {}
+        if variant.how == "spaced":
+            return spaced(blocks, variant.layers)
+        # Every layer counts as much as the first: those of a language model are alike.
+        budget = operations(self.model("block"), dict.fromkeys(blocks[: variant.layers], 0.0), ids)
+        if variant.together:
+            share = budget / operations(model, {}, ids)
+            return self._together(variant).capacities(share)
+        return cheapest(model, self._capacity(variant), self._alone(variant), budget, ids)
 
-        def loss(output: Any, ids: Tensor) -> Tensor:
-            nonlocal done
-            done += 1
-            self.tell(f"calibrate, {parts}", done, total)
-            return next_token_loss(output, ids)
+    def _together(self, variant: Variant) -> Picked:
+        """The steps to the smallest budget of the study, of which every level takes the beginning."""
+        model, routed = self.with_routers(variant), variant.how == "route"
+        blocks, ids = list(model.routed_blocks), self.example()
+        least = operations(model, dict.fromkeys(blocks[: self.run.most_layers], 0.0), ids) / operations(model, {}, ids)
+        what = f"{variant.how}-{variant.parts}-together"
+        levels = (*self.run.capacities, 0.0) if routed else (0.0,)
 
-        for block in model.routed_blocks.values():
-            block.capacity = self.run.capacity
-        routed = {n: b.lost for n, b in calibrate(model, batches, loss=loss, held_out=compared).blocks.items()}
-        dropped = block_costs(model, compared, loss, lambda name: skipped(model, [name]))
-        routers = {n: b.router.weight.detach().clone() for n, b in model.routed_blocks.items()}
-        for block in model.routed_blocks.values():
-            block.capacity = 1.0
-        return Costs(routed, dropped, routers)
+        def search() -> dict[str, Any]:
+            return pick_record(picked_together(model, self.texts, self.run, levels, least, self._told(what)))
 
-    def ready(self, variant: Variant, names: Sequence[str]) -> tuple[RoutedModel, list[str]]:
-        """The model that a variant runs on, as it was before tuning, and the names of its blocks there."""
+        steps = self._kept(f"{what}.json", search)
+        return picked_from(steps)
+
+    def _alone(self, variant: Variant) -> dict[str, float]:
+        model, capacity = self.with_routers(variant), self._capacity(variant)
+        what = f"{variant.how}-{variant.parts}-alone-{capacity:g}"
+        told = self._told(what)
+        return self._kept(f"{what}.json", lambda: cost_alone(model, self.texts, self.run, capacity, told))
+
+    def _capacity(self, variant: Variant) -> float:
+        return variant.capacity if variant.how == "route" else 0.0
+
+    def _told(self, what: str) -> Callable[[int, int], None]:
+        return lambda done, expected: self.tell(what, done, expected)
+
+    def _kept(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return kept(self.folder / name, self.settings(), make)
+
+    def with_routers(self, variant: Variant) -> RoutedModel:
+        """The model without LoRA; where the variant routes, its routers are the fitted ones."""
+        model = self.model(variant.parts)
+        if variant.how == "route":
+            for name, weight in self.routers(variant.parts).items():
+                model.routed_blocks[name].router.weight.data.copy_(weight)
+        return model
+
+    def ready(self, variant: Variant, capacities: Mapping[str, float]) -> tuple[RoutedModel, dict[str, float]]:
+        """The model that a variant runs on, as it was before tuning, and the capacities by the blocks' names there."""
         lora = variant.tune in ("lora", "distil")
-        model = self.model(variant.parts, lora)
+        model = self.model(variant.parts, lora) if lora else self.with_routers(variant)
+        own = {n: next(o for o in model.routed_blocks if f".{o}".endswith(f".{n}")) for n in capacities}
         if lora:
             model.load_state_dict(self._adapters[variant.parts], strict=False)
-        own = {n: next(o for o in model.routed_blocks if f".{o}".endswith(f".{n}")) for n in names}
-        if variant.how == "route":
+        if lora and variant.how == "route":
             for name, path in own.items():
-                weight = model.routed_blocks[path].router.weight
-                weight.data.copy_(self.costs(variant.parts).routers[name])
-        return model, list(own.values())
+                model.routed_blocks[path].router.weight.data.copy_(self.routers(variant.parts)[name])
+        return model, {own[n]: c for n, c in capacities.items()}
 
     @torch.no_grad()
     def losses(self, model: nn.Module, what: str) -> dict[str, float]:

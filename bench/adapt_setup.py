@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from modpass.bench.adapt_text import Text, load_texts
 from modpass.bench.models import load_bundled, load_tokenizer
 
-__all__ = ["Costs", "Progress", "Run", "Subject", "next_token_loss", "smollm2"]
+__all__ = ["Progress", "Run", "Subject", "next_token_loss", "smollm2"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -38,16 +38,19 @@ class Run:
     """How each variant is made and measured; rows are per text.
 
     compared_rows: beside those that routers are fitted on, what the costs of blocks are measured on; capacity: at
-    which that is done; rate: of routers; lora_rate, rank: of LoRA;
-    mix: of the sigmoid gate, through which routers learn while the weights of chosen tokens stay near 1.
+    which routers are fitted; capacities: those that a routed block may have; most_layers: of the lowest level;
+    rate: of routers; lora_rate, rank: of LoRA; mix: of the sigmoid gate, through which routers learn while the weights
+    of chosen tokens stay near 1.
     """
 
     sequence: int = 256
-    calibration_rows: int = 6
-    compared_rows: int = 2
+    calibration_rows: int = 16
+    compared_rows: int = 4
     held_out_rows: int = 8
     batch: int = 4
-    capacity: float = 0.5
+    capacity: float = 0.33
+    capacities: tuple[float, ...] = (0.5, 0.25, 0.1)
+    most_layers: int = 6
     steps: int = 30
     tuning_rows: int = 2
     tuning_sequence: int = 128
@@ -56,15 +59,6 @@ class Run:
     rank: int = 8
     mix: float = 0.2
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What each block costs alone, routed and dropped (nats per token), and its fitted router."""
-
-    routed: dict[str, float]
-    dropped: dict[str, float]
-    routers: dict[str, Tensor]
 
 
 def next_token_loss(output: Any, ids: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modpass.bench.flops import count_flops
+from modpass.bench.study_kept import same_settings
 from modpass.bench.study_setup import Run, RunResult, Setup
 from modpass.bench.study_text import Corpus
-from modpass.errors import StateError
 from modpass.files import whole_file
-from modpass.training import routing_losses, routing_stats
+from modpass.training import routing_losses, routing_stats, skipped
 
-__all__ = ["Progress", "Training", "same_settings"]
+__all__ = ["Progress", "Training"]
 
 # By itself a token does not know how many others go through: with exactly k slots the last tokens of some rows find
 # them taken. A cache that is made for a sequence of this many times the length has them to spare.
@@ -27,30 +27,21 @@ SLACK = 1.25
 Progress = Callable[[str, int, int], None]
 
 
-def same_settings(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
-    """Refuse what an earlier call kept of a run with other settings.
-
-    Raises:
-        StateError: they differ.
-    """
-    if found != wanted:
-        raise StateError(f"'{path}' is of a run with other settings; give another folder, or remove it")
-
-
 class Training:
     """A model, its optimizer and where they are; the same from the same settings."""
 
     def __init__(self, setup: Setup, run: Run, corpus: Corpus) -> None:
-        self.run, self.corpus, self.routed = run, corpus, bool(setup.every)
+        self.run, self.corpus = run, corpus
         self.held_out = corpus.validation(run.validation_rows, run.sequence)
         seed = run.seed + setup.seed
         self.model = setup.model(self.held_out[:2], seed)
+        self.routed = bool(self.model.routed_blocks)
         batch = torch.zeros(run.rows, run.sequence, dtype=torch.int64)
         cost = 3 * count_flops(self.model, {"ids": batch}).total
         self.draws = torch.Generator().manual_seed(seed)
         rate = run.rate * (128 / setup.width) ** 0.5
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
-        steps = max(1, round(run.flops / cost))
+        steps = max(1, round(run.flops / cost)) if run.steps is None else run.steps
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, rate, total_steps=steps, pct_start=0.1)
         count = sum(p.numel() for p in self.model.parameters())
         self.result = RunResult(asdict(setup), count, cost, steps)
@@ -96,6 +87,7 @@ class Training:
     def _conclude(self) -> None:
         result = self.result
         result.loss = result.curve[-1][1]
+        result.otherwise = self._otherwise() if self.routed else {}
         if result.setup["selection"] == "expert_choice" and self.routed:
             self.model.use_causal()
             result.causal_tight = self._validate()
@@ -104,6 +96,19 @@ class Training:
             for block in self.model.routed_blocks.values():
                 block.max_sequence = round(SLACK * self.run.sequence)
             result.causal = self._validate()
+
+    def _otherwise(self) -> dict[str, float]:
+        """What the trained model loses with another selection, and without its routed blocks."""
+        trained, blocks = self.result.setup["selection"], self.model.routed_blocks
+        other = "expert_choice" if trained == "stochastic" else "stochastic"
+        self.model.seed(torch.Generator().manual_seed(self.run.seed))
+        for block in blocks.values():
+            block.selection = other
+        found = {other: self._validate()}
+        for block in blocks.values():
+            block.selection = trained
+        with skipped(self.model, list(blocks)):
+            return {**found, "none": self._validate()}
 
     def _state(self, settings: dict[str, Any]) -> dict[str, Any]:
         noise = [b.generator.get_state() for b in self.model.routed_blocks.values() if b.generator is not None]

@@ -14,12 +14,13 @@ import transformers
 from typer.testing import CliRunner
 
 from modpass.bench.adapt import FULL, QUICK, AdaptPlan, adapt
+from modpass.bench.adapt_pick import calibration_rows
 from modpass.bench.adapt_report import adapt_table, verdict
 from modpass.bench.adapt_result import AdaptResult
 from modpass.bench.adapt_run import Bench
 from modpass.bench.adapt_setup import Run, Subject
 from modpass.bench.adapt_text import Text, load_texts, python_reference
-from modpass.bench.adapt_variant import Variant, applied, chosen, operations
+from modpass.bench.adapt_variant import Variant, applied, cheapest, operations, spaced
 from modpass.cli import app
 from modpass.errors import InputError, MissingExtraError, StateError
 
@@ -27,6 +28,9 @@ RUN = Run(
     sequence=16,
     calibration_rows=6,
     compared_rows=4,
+    capacity=0.5,
+    capacities=(0.5, 0.25),
+    most_layers=1,
     held_out_rows=6,
     batch=4,
     steps=3,
@@ -37,13 +41,14 @@ VARIANTS = (
     Variant("dense"),
     Variant("drop", 1, "drop"),
     Variant("spaced", 1, "spaced"),
-    Variant("drop-mlp", 1, "drop", "mlp"),
-    Variant("block", 1, "route", "block", 0.5),
-    Variant("mlp", 1, "route", "mlp", 0.25),
-    Variant("mlp-routers", 1, "route", "mlp", 0.25, "routers"),
-    Variant("mlp-lora", 1, "route", "mlp", 0.25, "lora"),
-    Variant("mlp-distil", 1, "route", "mlp", 0.25, "distil"),
+    Variant("drop-mlp", 1, "drop", "mlp", False),
+    Variant("block", 1, "route"),
+    Variant("mlp", 1, "route", "mlp", False, 0.25),
+    Variant("mlp-routers", 1, "route", "mlp", False, 0.25, "routers"),
+    Variant("mlp-lora", 1, "route", "mlp", False, 0.25, "lora"),
+    Variant("mlp-distil", 1, "route", "mlp", False, 0.25, "distil"),
     Variant("drop-distil", 1, "drop", tune="distil"),
+    Variant("drop-alone", 1, "drop", together=False),
 )
 PLAN = AdaptPlan(VARIANTS, RUN)
 
@@ -101,11 +106,12 @@ def test_the_dense_and_the_dropped_model_are_those_of_transformers(done: Any) ->
     _, found = done
     assert found["dense"].losses["second"] == pytest.approx(loss_of(model()), rel=1e-4)
     assert found["dense"].flops == 1.0
-    assert found["drop"].blocks == ["model.layers.1"], "the layer that adds nothing costs least"
+    assert found["drop"].blocks == {"model.layers.1": 0.0}, "the layer that adds nothing costs least"
     shorter = model()
     del shorter.model.layers[1]  # type: ignore[union-attr,operator]
     assert found["drop"].losses["second"] == pytest.approx(loss_of(shorter), rel=1e-4)
-    assert found["spaced"].blocks == ["model.layers.2"]
+    assert found["drop-alone"].losses == found["drop"].losses
+    assert found["spaced"].blocks == {"model.layers.2": 0.0}
     assert found["spaced"].losses["second"] != pytest.approx(found["drop"].losses["second"], rel=1e-3)
 
 
@@ -160,8 +166,11 @@ def test_a_study_that_stopped_goes_on_with_the_next_variant(done: Any, tmp_path:
         adapt(tmp_path, plan, stop, SUBJECT)
     assert sorted(p.name for p in tmp_path.glob("*.json")) == [
         "dense.json",
+        "drop-block-together.json",
+        "drop-mlp-alone-0.json",
         "drop-mlp.json",
         "drop.json",
+        "route-block-together.json",
         "spaced.json",
     ]
     seen: list[str] = []
@@ -177,8 +186,8 @@ def test_a_folder_of_other_settings_is_refused(done: Any) -> None:
     other = Subject("tiny", model, lambda: [Text.of(t.name, t.train) for t in texts()])
     with pytest.raises(StateError, match="is of a run with other settings"):
         adapt(folder, PLAN, quiet, other)
-    with pytest.raises(StateError, match=r"calibration-block\.pt' is of a run with other settings"):
-        Bench(SUBJECT, replace(RUN, seed=1), folder, quiet).costs("block")
+    with pytest.raises(StateError, match=r"routers-block\.pt' is of a run with other settings"):
+        Bench(SUBJECT, replace(RUN, seed=1), folder, quiet).routers("block")
 
 
 def test_blocks_are_chosen_by_cost_within_the_operations(tmp_path: Path) -> None:
@@ -186,23 +195,34 @@ def test_blocks_are_chosen_by_cost_within_the_operations(tmp_path: Path) -> None
     made, ids = bench.model("block"), bench.example()
     names = list(made.routed_blocks)
     costs = dict(zip(names, (5.0, 1.0, 4.0, 2.0), strict=True))
-    budget = operations(made, Variant("", 2, "drop"), names[:2], ids)
-    assert chosen(made, Variant("", 2, "drop"), costs, budget, ids) == [names[1], names[3]]
-    routed = Variant("", 2, "route", capacity=0.25)
-    found = chosen(made, routed, costs, budget, ids)
+    budget = operations(made, dict.fromkeys(names[:2], 0.0), ids)
+    assert cheapest(made, 0.0, costs, budget, ids) == {names[1]: 0.0, names[3]: 0.0}
+    found = cheapest(made, 0.25, costs, budget, ids)
     assert names[0] not in found
-    assert operations(made, routed, found, ids) <= budget
-    assert chosen(made, Variant("", 2, "spaced"), {}, budget, ids) == [names[1], names[3]]
-    with applied(made, routed, found), torch.no_grad():
+    assert operations(made, found, ids) <= budget
+    assert list(spaced(names, 2)) == [names[1], names[3]]
+    with applied(made, found), torch.no_grad():
         out = made(input_ids=ids).logits
     assert not torch.equal(out, made(input_ids=ids).logits)
     assert {b.capacity for b in made.routed_blocks.values()} == {1.0}
 
 
+def test_rows_to_fit_and_to_compare_share_nothing_with_each_other_or_with_what_is_evaluated() -> None:
+    numbered = [Text.of("first", torch.arange(800)), Text.of("second", torch.arange(800, 1600))]  # no token twice
+    fit, compared = calibration_rows(numbered, RUN)
+    kept = {int(i) for batch in fit for i in batch.flatten()}
+    others = {int(i) for batch in compared for i in batch.flatten()}
+    held_out = {int(i) for t in numbered for i in t.rows(6, 16, held_out=True).flatten()}
+    assert (len(kept), len(others)) == (2 * RUN.calibration_rows * 16, 2 * RUN.compared_rows * 16)
+    assert not kept & others
+    assert not (kept | others) & held_out
+
+
 def test_the_verdict_is_against_the_best_that_dropping_reaches_without_fewer_operations() -> None:
     def result(name: str, how: str, flops: float, loss: float, tune: str = "") -> AdaptResult:
-        variant = {"name": name, "how": how, "layers": 2, "tune": tune, "parts": "block", "capacity": 0.5}
-        return AdaptResult(variant, ["a"], flops, {"x": loss})
+        variant = {"name": name, "how": how, "layers": 2, "tune": tune, "parts": "block", "together": True}
+        blocks = {"a": 0.5, "b": 0.25, "c": 0.5} if how == "route" else {"a": 0.0}
+        return AdaptResult(variant, blocks, flops, {"x": loss})
 
     results = [
         result("drop", "drop", 0.9, 1.0),
@@ -212,7 +232,7 @@ def test_the_verdict_is_against_the_best_that_dropping_reaches_without_fewer_ope
         result("route", "route", 0.9, 1.0),
     ]
     assert verdict(results) == {"route": {"x": pytest.approx(1.0)}}
-    assert adapt_table(results)[4] == ("route blocks", "1", "0.5", "90.0 %", "2.72")
+    assert adapt_table(results)[4] == ("route blocks", "3", "1 x 0.25, 2 x 0.5", "90.0 %", "2.72")
 
 
 def test_rows_are_spread_held_out_and_refused_where_there_are_too_few() -> None:
@@ -258,7 +278,7 @@ def test_smollm2_goes_through_the_quick_study(tmp_path: Path) -> None:
     except MissingExtraError as e:
         pytest.skip(str(e))
     assert all(r.losses["python"] < 8 and r.losses["bible"] < 8 for r in results.values())
-    assert results["drop-4"].losses["bible"] > results["dense"].losses["bible"]
+    assert results["drop-2"].losses["bible"] > results["dense"].losses["bible"]
     routed = [r for r in results.values() if r.variant["how"] == "route"]
-    assert all(results["drop-4"].flops - 0.03 < r.flops <= results["drop-4"].flops for r in routed)
+    assert all(results["drop-2"].flops - 0.03 < r.flops <= results["drop-2"].flops for r in routed)
     assert not any("model.layers.0" in r.blocks for r in routed)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from modpass.errors import InputError
+from modpass.record import evaluated
 from modpass.training.cost import counted
 from modpass.training.fit import Score, call, fit_routers
 from modpass.training.losses import routed_blocks
 from modpass.training.measure import Loss, block_costs
 from modpass.training.scores import relative_change
 
-__all__ = ["BlockCalibration", "Calibration", "calibrate", "pick"]
+__all__ = ["BlockCalibration", "Calibration", "calibrate", "check_budget", "listed", "pick"]
 
 
 @dataclass(frozen=True)
@@ -91,23 +92,25 @@ def calibrate(
     >>> list(found.blocks), found.share() < 1
     (['blocks.1'], True)
     """
-    given, blocks = _listed(batches), routed_blocks(model)
-    others = given if held_out is None else _listed(held_out)
-    model, training = getattr(model, "_orig_mod", model), model.training
-    model.eval()
-    try:
-        with torch.compiler.set_stance("force_eager"):  # what was compiled runs past hooks that come later
-            agreements = fit_routers(model, given, score, first_token, others)
-            costs = block_costs(model, others, loss)
-            total, flops = counted(model, partial(call, model, given[0]))
-    finally:
-        model.train(training)
+    given, blocks = listed(batches), routed_blocks(model)
+    others = given if held_out is None else listed(held_out)
+    inner = getattr(model, "_orig_mod", model)
+    # what was compiled runs past hooks that come later
+    with evaluated(model), torch.compiler.set_stance("force_eager"):
+        agreements = fit_routers(inner, given, score, first_token, others)
+        costs = block_costs(inner, others, loss)
+        total, flops = counted(inner, partial(call, inner, given[0]))
     found = {n: BlockCalibration(agreements[n], costs[n], flops[n]) for n in blocks}
     picked = tuple(found) if budget is None else pick(found, total, budget)
     return Calibration(found, total, picked)
 
 
-def _listed(batches: Iterable[Any]) -> list[Any]:
+def listed(batches: Iterable[Any]) -> list[Any]:
+    """The batches as a list.
+
+    Raises:
+        InputError: there are none, or one is given as it is.
+    """
     if isinstance(batches, Tensor | Mapping):
         raise InputError(f"batches is one {type(batches).__name__}; give a list of batches, such as [batch]")
     given = list(batches)
@@ -129,8 +132,7 @@ def pick(blocks: Mapping[str, BlockCalibration], flops: int, budget: float) -> t
     >>> pick({"a": block, "b": BlockCalibration(1.0, 0.0, (50, 10))}, 100, 0.6)
     ('b',)
     """
-    if not 0 < budget <= 1:
-        raise InputError(f"budget is {budget!r}; it must be in (0, 1]: the share of the dense model's operations")
+    check_budget(budget)
     least = 1 - sum(b.flops[0] - b.flops[1] for b in blocks.values()) / flops
     if least > budget:
         raise InputError(
@@ -145,3 +147,13 @@ def pick(blocks: Mapping[str, BlockCalibration], flops: int, budget: float) -> t
         picked.add(name)
         left -= saved[name]
     return tuple(n for n in blocks if n in picked)
+
+
+def check_budget(budget: float) -> None:
+    """Refuse what is no share of the dense model's operations.
+
+    Raises:
+        InputError: it is not in (0, 1].
+    """
+    if not 0 < budget <= 1:
+        raise InputError(f"budget is {budget!r}; it must be in (0, 1]: the share of the dense model's operations")

@@ -17,7 +17,7 @@ from modpass.training.distill import dense_mode
 from modpass.training.fit import call
 from modpass.training.losses import routed_blocks
 
-__all__ = ["Loss", "block_costs", "skipped"]
+__all__ = ["Loss", "answering", "block_costs", "change_of", "give", "pass_by", "recorded", "skipped"]
 
 Loss = Callable[[Any, Any], Any]
 
@@ -39,7 +39,7 @@ def skipped(model: nn.Module, names: Collection[str]) -> Iterator[nn.Module]:
     for name in names:
         if name not in blocks:
             raise InputError(f"there is no routed block '{name}'; there are: {', '.join(blocks)}")
-    with _answering({blocks[n]: _pass_by for n in names}):
+    with answering({blocks[n]: pass_by for n in names}):
         yield model
 
 
@@ -70,22 +70,22 @@ def block_costs(
     """
     costs = dict.fromkeys(routed_blocks(model), 0.0)
     for batch in batches:
-        with dense_mode(model), _recorded(model) as given:
+        with dense_mode(model), recorded(model) as given:
             dense = call(model, batch)
         level = 0.0 if loss is None else float(loss(dense, batch))
         before: dict[RoutedBlock, Callable[..., Tensor]] = {}
         for block, output in given.items():
             alone = dense_mode(model, but=[block.name]) if change is None else dense_mode(model)
-            with alone, _answering(before), change(block.name) if change else nullcontext():
+            with alone, answering(before), change(block.name) if change else nullcontext():
                 found = call(model, batch)
-            rise = _change(found, dense) if loss is None else float(loss(found, batch)) - level
+            rise = change_of(found, dense) if loss is None else float(loss(found, batch)) - level
             costs[block.name] += rise / len(batches)
-            before[block] = partial(_give, output)
+            before[block] = partial(give, output)
     return costs
 
 
 @contextmanager
-def _recorded(model: nn.Module) -> Iterator[dict[RoutedBlock, Tensor]]:
+def recorded(model: nn.Module) -> Iterator[dict[RoutedBlock, Tensor]]:
     """Collect what each routed block gives, in the order in which they run."""
     found: dict[RoutedBlock, Tensor] = {}
 
@@ -101,7 +101,7 @@ def _recorded(model: nn.Module) -> Iterator[dict[RoutedBlock, Tensor]]:
 
 
 @contextmanager
-def _answering(answers: Mapping[RoutedBlock, Callable[..., Tensor]]) -> Iterator[None]:
+def answering(answers: Mapping[RoutedBlock, Callable[..., Tensor]]) -> Iterator[None]:
     """Inside, these blocks give what their answers say instead of running."""
     answers = dict(answers)
     for block, answer in answers.items():
@@ -113,15 +113,22 @@ def _answering(answers: Mapping[RoutedBlock, Callable[..., Tensor]]) -> Iterator
             block.__dict__.pop("forward", None)
 
 
-def _pass_by(x: Tensor, *_: Any) -> Tensor:
+def pass_by(x: Tensor, *_: Any) -> Tensor:
+    """What a block answers that is not run."""
     return x
 
 
-def _give(output: Tensor, *_: Any) -> Tensor:
+def give(output: Tensor, *_: Any) -> Tensor:
+    """What a block answers whose output is known."""
     return output
 
 
-def _change(routed: Any, dense: Any) -> float:
+def change_of(routed: Any, dense: Any) -> float:
+    """The relative squared change of the first output.
+
+    Raises:
+        InputError: there is no output to compare.
+    """
     own, wanted = (_first(o).float() for o in (routed, dense))
     return float((own - wanted).square().sum() / wanted.square().sum().clamp(min=1e-30))
 

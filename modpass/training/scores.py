@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["cosine_change", "first_token_orthogonality", "hidden_norm", "relative_change"]
+__all__ = ["cosine_change", "first_token_orthogonality", "hidden_norm", "log_change", "relative_change"]
+
+
+def log_change(x_BSD: Tensor, y_BSD: Tensor) -> Tensor:
+    """The logarithm of the size of what the block adds: a few tokens with huge changes do not rule the fit.
+
+    >>> log_change(torch.ones(1, 1, 4), torch.full((1, 1, 4), 1.5)).item()
+    0.0
+    """
+    return _norm(y_BSD - x_BSD).clamp(min=1e-12).log()
 
 
 def relative_change(x_BSD: Tensor, y_BSD: Tensor) -> Tensor:
@@ -18,8 +27,7 @@ def relative_change(x_BSD: Tensor, y_BSD: Tensor) -> Tensor:
     >>> relative_change(torch.ones(1, 1, 4), torch.full((1, 1, 4), 3.0)).item()
     2.0
     """
-    change_BS: Tensor = _norm(y_BSD - x_BSD) / _norm(x_BSD).clamp(min=1e-12)
-    return change_BS
+    return _norm(y_BSD - x_BSD) / _norm(x_BSD).clamp(min=1e-12)
 
 
 def cosine_change(x_BSD: Tensor, y_BSD: Tensor) -> Tensor:
