@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from modpass.attention import moves
+from modpass.decode.together import two_rows
 from modpass.decode.worlds import is_size, size_at
 from modpass.sizes import SEQUENCE, Refusal, Sizes
 from modpass.symbols import shape_of, value_of
@@ -51,7 +52,7 @@ def cut_at(node: fx.Node, tokens: set[fx.Node], sizes: Sizes, known: dict[Any, i
 
 def by_rows(node: fx.Node, sizes: Sizes, known: dict[Any, int]) -> bool:
     """Whether dim 0 counts rows of the batch, or several entries a row that lie together; tried on numbered rows."""
-    way, trial = [node], {**known, sizes.batch: 2}
+    way, trial = [node], two_rows(sizes, known)
     while moves(way[-1]) and isinstance(way[-1].args[0], fx.Node):
         way.append(way[-1].args[0])
     shape = shape_of(value_of(way[-1]))

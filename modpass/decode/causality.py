@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from modpass.decode.outer import Outer
 from modpass.errors import BlockError, InputError
+from modpass.record import evaluated
 
 __all__ = ["check_causal", "check_length"]
 
@@ -75,14 +77,10 @@ def _others(value: Any) -> Any:
 
 def _run(outer: Outer, inputs: dict[str, Any]) -> Tensor:
     """The first output that has a sequence, as ``[B, S, ...]``; routed blocks count on all of it."""
-    model, training = outer.model, outer.model.training
-    before = {n: b.max_sequence for n, b in model.routed_blocks.items()}
-    for block in model.routed_blocks.values():
-        block.max_sequence = 2**20  # the capacity of a beginning is that of the whole
-    with torch.no_grad():
-        output = model.eval()(**inputs)
-    model.train(training)
-    for name, block in model.routed_blocks.items():
-        block.max_sequence = before[name]
+    with ExitStack() as stack, torch.no_grad(), evaluated(outer.model):
+        for block in outer.model.routed_blocks.values():
+            stack.callback(setattr, block, "max_sequence", block.max_sequence)
+            block.max_sequence = 2**20  # the capacity of a beginning is that of the whole
+        output = outer.model(**inputs)
     found = next(v for v in pytree.tree_leaves(output) if isinstance(v, Tensor) and v.is_floating_point())
     return found if found.dim() > 1 else found.unsqueeze(1)

@@ -185,7 +185,10 @@ class StepCopy:
     def _fused(self, attention: Attention) -> fx.Node:
         given = arguments_of(attention.node)
         if len(shape_of(value_of(given["query"]))) != 4:
-            raise Refusal(f"the attention at node {attention.node.name} has no dims [B, H, S, D]")
+            raise Refusal(
+                f"the attention at node {attention.node.name} has no dims [B, H, S, D]; give queries, keys and values "
+                "a dim of heads: unsqueeze(1)"
+            )
         heads = shape_of(value_of(given["query"]))[1]
         mask = given.get("attn_mask")
         if mask in self.step and mask not in self.beside and not self._one_query(mask):

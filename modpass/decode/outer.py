@@ -11,8 +11,12 @@ from torch.export import ExportedProgram
 
 from modpass.attention import PRODUCTS, arguments_of, is_fused
 from modpass.causal import dependent
+from modpass.decode.experts import sorted_by_expert
+from modpass.decode.fixed import why_fixed
+from modpass.decode.limits import settle_limits
 from modpass.decode.memory import Memory, find_memory
 from modpass.decode.permit import refuse_mixing
+from modpass.decode.together import taken_together
 from modpass.dropout import undo_dropout
 from modpass.errors import BlockError, InputError
 from modpass.mixing import MOVED, name_of
@@ -31,7 +35,8 @@ class Outer:
     """A traced model without dropout.
 
     tokens: the inputs that carry one entry a token; whole: those that are needed at full length, such as masks;
-    known: the numbers of every free size but the sequence; rows: B; memory: what is remembered outside attention.
+    known: the numbers of every free size but the sequence; rows: B, those of hidden values, for each of which an
+    input may have several; memory: what is remembered outside attention.
     """
 
     model: RoutedModel
@@ -62,9 +67,16 @@ def open_model(model: nn.Module | ExportedProgram, batch: int, dims: Mapping[str
     placeholders = {str(n.target): n for n in graph.nodes if n.op == "placeholder"}
     named = {n: {d: e for d, e in zip(spec.dims, shape_of(value_of(placeholders[spec.name])), strict=True)}
              for spec in routed.inputs for n in [spec.name]}  # fmt: skip
+    if not any("sequence" in found for found in named.values()):
+        raise BlockError(why_fixed(routed, graph))
     sequence = _symbol(named, "sequence")
-    rows = _symbol(named, "batch")
+    try:
+        settle_limits(graph, sequence, _longest(routed))
+    except Refusal as e:
+        raise BlockError(f"this model cannot be decoded: {e}") from e
     known = _known(named, batch, dims or {})
+    rows, given = taken_together(graph, sequence, batch) or (_symbol(named, "batch"), {})
+    known |= given
     sizes = Sizes(rows, sequence)
     counted = [placeholders[n] for n, found in named.items() if "sequence" in found]
     whole = [n for n in counted if _is_whole(graph, n, sizes)]
@@ -81,7 +93,7 @@ def open_model(model: nn.Module | ExportedProgram, batch: int, dims: Mapping[str
     carried = dependent(graph, *ids)
     memory = find_memory(carried, sizes, known)
     try:
-        refuse_mixing(carried, sizes, memory.followed)
+        refuse_mixing(carried, sizes, memory.followed | sorted_by_expert(carried, sizes))
     except Refusal as e:
         raise BlockError(f"this model cannot be decoded: {e}") from e
     if not tokens:
@@ -102,6 +114,13 @@ def whole_numbers(**values: Any) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name} is {value!r}; it must be a whole number of 1 or more")
+
+
+def _longest(model: RoutedModel) -> int | None:
+    """The most tokens that the trace holds for."""
+    checks = model.info.call.checks.values()
+    ends = [high for c in checks for d, (_, high) in zip(c.dims, c.bounds, strict=True) if d == "sequence"]
+    return min((int(e) for e in ends if e is not None), default=None)
 
 
 def _symbol(named: Mapping[str, Mapping[Any, Expr]], name: str) -> Expr:

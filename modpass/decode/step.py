@@ -46,7 +46,8 @@ def decode_step(
 
     Args:
         model: dense, or routed with ``selection="causal"``.
-        batch: rows B, a fixed number.
+        batch: rows B, a fixed number; where a model takes n rows of tokens for each, such as codebooks, its input
+            has n*B, and ``position`` B.
         max_sequence: tokens that the caches hold; a routed block's cache holds its capacity of them.
         skipping: what a routed block does for a row that passes it by: "masked" computes and drops the result
             (exact per row, no control flow), "conditional" runs nothing when no row takes part (meant for one

@@ -20,7 +20,9 @@ LARGEST_TABLE = 2**24  # elements
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node is a number made of sizes."""
+    """Whether a node is a number made of sizes; one that is read from values is none."""
+    if name_of(node) == "item":
+        return False
     if isinstance(value_of(node), torch.SymInt | torch.SymFloat | torch.SymBool):
         return True
     if value_of(node) is not None or node.op != "call_function":
@@ -80,6 +82,8 @@ class FullLength:
         return fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
 
     def _copy(self, node: fx.Node) -> Any:
+        if name_of(node) == "item":
+            raise Refusal(f"{node.target} makes a number out of an input at full length (node {node.name})")
         if node.op == "get_attr":
             copied = self.graph.get_attr(str(node.target))
         elif node.op == "call_function":
