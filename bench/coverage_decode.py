@@ -49,9 +49,9 @@ def _run(name: str, made: Any) -> Any:
 
 def _decode(name: str, model: Any) -> Any:
     step = decode_step(model, batch=ROWS, max_sequence=TOKENS, padding=False)
-    ids_name = step.info.tokens[0].name
+    ids_name, rows = step.info.tokens[0].name, step.info.tokens[0].shape[0]
     example: Any = next(s.example for s in model.inputs if s.name == ids_name)
-    ids = torch.stack([torch.randperm(int(example.max()) - 1)[:TOKENS] + 2 for _ in range(ROWS)])
+    ids = torch.stack([torch.randperm(int(example.max()) - 1)[:TOKENS] + 2 for _ in range(rows)])
     given = {s.name: torch.ones(ROWS, TOKENS, dtype=s.dtype) for s in model.inputs if s.name != ids_name}
     with torch.no_grad():
         wanted = floats(model(**{ids_name: ids, **given}))[0]

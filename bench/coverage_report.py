@@ -15,7 +15,7 @@ _MEANING = {
     "make": "a tiny random model is made from the architecture's own configuration",
     "run": "its plain forward runs",
     "trace": "`torch.export` traces it",
-    "blocks": "blocks are found, and at least one is routed",
+    "blocks": "blocks are found, and at least one is routed, whole or by a branch",
     "unit": "weight 1 and capacity 1 equal the dense model (1e-4)",
     "reference": "capacity 0.25 equals the per-token reference (1e-4)",
     "onnx": "it becomes ONNX in which every dim is an integer",
@@ -33,11 +33,16 @@ _CONSTRUCTION = {
 _LEGEND = (
     'A model counts at a stage if it passed that stage and all before. "Routed": blocks routed, of those found; a '
     "model with one routed block or more goes on, and the reason given is then that of its first block that is not "
-    'routed. "Refused" is an answer with a reason; "wrong" would be a model that computes something else.'
+    'routed. "Refused" is an answer with a reason; "wrong" would be a model that computes something else. "Parts": '
+    '"block" routes whole blocks, as the paper does. Where no whole block of a model can be routed, a branch is tried: '
+    '"mlp" (or "attention") routes that branch of each block alone, and the rest of the block runs on every token. '
+    "Such a model passes by a branch only; it goes through the same stages, and counts in every column as the others "
+    "do, so the two kinds are told apart in the table below."
 )
 _READINGS = (
     "(a) counts every model that traces. (b) leaves out those that have nothing to route: no block of theirs has "
-    "attention over its own tokens alone, and they are refused on purpose; they are named below."
+    "attention over its own tokens alone and no branch of theirs keeps tokens apart, and they are refused on purpose; "
+    "they are named below. (c) counts the transformers: those that trace and whose plain forward holds attention."
 )
 
 
@@ -64,7 +69,7 @@ def render(result: CoverageResult) -> str:
         parts += [
             f"## {family}",
             grid(("outcome", "models"), _outcomes(rows)),
-            grid(("model", "class", "routed", "stops at", "outcome", "reason"), map(_cells, rows)),
+            grid(("model", "class", "parts", "routed", "stops at", "outcome", "reason"), map(_cells, rows)),
         ]
     return "\n\n".join(p for p in parts if p) + "\n"
 
@@ -112,6 +117,7 @@ def _headings(stages: Sequence[str]) -> tuple[str, ...]:
     built = ("TensorRT-RTX builds, of those that reach ONNX",) if "tensorrt" in stages else ()
     return (
         "family", "measured", f"{goal}, (a) of all that trace", f"{goal}, (b) of those with something to route",
+        f"{goal}, (c) of transformers", "passed (a) by whole blocks", "by a branch only",
         *built, "wrong", "crashed or timed out",
     )  # fmt: skip
 
@@ -131,10 +137,20 @@ def _figures(
         f"{len(rows)} of {len(registered)}" if registered else str(len(rows)),
         _share(traced, lambda r: r.reached(goal)),
         _share([r for r in traced if by_construction(r) is None], lambda r: r.reached(goal)),
+        _share([r for r in traced if r.attends], lambda r: r.reached(goal)),
+        *_by_parts([r for r in traced if r.reached(goal)]),
         *built,
         str(sum(r.outcome == "wrong" for r in rows)),
         str(sum(r.outcome in ("crashed", "timed out") for r in rows)),
     )
+
+
+def _by_parts(passed: Sequence[CoverageRow]) -> tuple[str, str]:
+    """How many passed as whole blocks, and how many by which branch."""
+    found = Counter(r.parts for r in passed)
+    branches = [f"{found[part]} {part}" for part in ("mlp", "attention") if found[part]]
+    total = str(found["mlp"] + found["attention"])
+    return str(found["block"]), f"{total} ({', '.join(branches)})" if branches else total
 
 
 def _share(rows: Sequence[CoverageRow], passed: Callable[[CoverageRow], bool]) -> str:
@@ -166,7 +182,7 @@ def _cells(row: CoverageRow) -> tuple[str, ...]:
     found = row.blocks + len(row.skipped)
     reason = row.reason or (f"{row.skipped[0][0]} is not routed: {row.skipped[0][1]}" if row.skipped else "")
     routed = f"{row.blocks} of {found}" if found else "–"
-    return (row.name, row.kind, routed, row.failed or "", row.outcome, reason)
+    return (row.name, row.kind, row.parts or "–", routed, row.failed or "", row.outcome, reason)
 
 
 def grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

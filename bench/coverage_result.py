@@ -40,7 +40,8 @@ class CoverageRow:
     passed: the stages it passed; failed: the first it did not (None: it passed all); outcome: "passed",
     "refused" (left alone, with a reason), "failed", "wrong", "crashed", "timed out" or "not installed".
     attends: whether its plain forward holds attention; inferred: whether modpass found its inputs; blocks: how many
-    are routed; skipped: [name, reason] of each candidate that is not; code: ``code_digest()`` when it was measured.
+    are routed; parts: what of each, "block", "mlp" or "attention" ("": none is); skipped: [name, reason] of each
+    candidate that is not; code: ``code_digest()`` when it was measured.
     """
 
     family: str
@@ -56,6 +57,7 @@ class CoverageRow:
     skipped: tuple[tuple[str, str], ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     code: str = ""
+    parts: str = ""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -101,4 +103,5 @@ class CoverageResult:
 
 def _row(data: dict[str, Any]) -> CoverageRow:
     skipped = tuple((n, r) for n, r in data.pop("skipped"))
+    data.setdefault("parts", "block" if data.get("blocks") else "")  # a record from before branches were tried
     return CoverageRow(**{**data, "passed": tuple(data["passed"]), "skipped": skipped})

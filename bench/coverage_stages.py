@@ -15,18 +15,24 @@ import torch
 from torch import Tensor
 
 import modpass
+from modpass.bench.coverage_branch import DenseBranches, copy_dense
 from modpass.bench.coverage_checks import TOLERANCE, AttentionWatch, Wrong, check_equal, floats, gap
 from modpass.bench.coverage_models import Made, make_model, with_inputs
+from modpass.blocks import locate
 from modpass.errors import BlockError, MissingExtraError, ModpassError
 from modpass.exporters import FixedShape, build_engine, export_onnx, verify
 from modpass.exporters.shapes import example_tensors
 from modpass.inputs import as_named
+from modpass.parts import Parts
 from modpass.reference import Setting, routed_reference
+from modpass.tracing import capture
+from modpass.transform import route_traced
 
 __all__ = ["STAGES", "Refused", "failure", "run_stages"]
 
 STAGES = ("make", "run", "trace", "blocks", "unit", "reference", "onnx", "onnxruntime", "tensorrt")
 CAPACITY, CHANGE, SHORT = 0.25, 1e-3, 7
+_PARTS: tuple[Parts, ...] = ("block", "mlp", "attention")
 
 Report = Callable[[str, Any], None]
 
@@ -43,6 +49,8 @@ class _Subject:
     inputs: dict[str, Any] = field(default_factory=dict)
     attends: bool = False
     routed: Any = None
+    parts: str = ""
+    dense: DenseBranches | None = None
     shape: FixedShape = field(default_factory=FixedShape)
     other: dict[str, Tensor] = field(default_factory=dict)
 
@@ -143,21 +151,34 @@ def _shorten(subject: _Subject) -> None:
 
 
 def _transform(subject: _Subject) -> None:
-    """Trace, find and route every block in one call; a refusal at the blocks is kept for that stage."""
+    """Trace, find and route every block in one call; a refusal at the blocks is kept for that stage.
+
+    Where no whole block can be routed, a branch of each is tried: its MLP, then its attention.
+    """
     if not subject.attends:
         _shorten(subject)
-    try:
-        subject.routed = modpass.mod_transform(
-            subject.made.model, 1.0, every=1, gate="unit", example_inputs=subject.made.example_inputs
-        )
-    except BlockError as e:
-        subject.routed = e
+    traced = capture(subject.made.model, subject.made.example_inputs)
+    refusal: BlockError | None = None
+    for parts in _PARTS:
+        if refusal is not None and not any(parts in s.parts for s in refusal.skipped):
+            continue
+        found = locate(traced, parts=parts)
+        dense = copy_dense(traced, found) if parts != "block" else None
+        try:
+            subject.routed = route_traced(traced, found, 1.0, every=1, gate="unit", parts=parts)
+        except BlockError as e:
+            refusal = refusal or e
+            continue  # with what its refused blocks say can be routed of them
+        subject.parts, subject.dense = parts, dense
+        return
+    subject.routed = refusal
 
 
 def _blocks(subject: _Subject, report: Report) -> None:
     refused = isinstance(subject.routed, BlockError)
     skipped = subject.routed.skipped if refused else subject.routed.info.skipped
     report("fact", ("blocks", 0 if refused else len(subject.routed.routed_blocks)))
+    report("fact", ("parts", subject.parts))
     report("fact", ("skipped", [[s.name, s.reason] for s in skipped]))
     if refused:
         if not subject.attends:
@@ -211,8 +232,11 @@ def _reference(subject: _Subject) -> None:
     settings = {n: Setting(CAPACITY, "linear", b.router.weight, b.seq_dim, order=b.order) for n, b in blocks.items()}
     with torch.no_grad():
         dense, found = subject.made.model(**inputs), routed(**inputs)
-        with routed_reference(subject.made.plain, settings) as reference:
-            wanted = reference(**inputs)
+        if subject.dense is not None:
+            wanted = subject.dense.run(settings, inputs)
+        else:
+            with routed_reference(subject.made.plain, settings) as reference:
+                wanted = reference(**inputs)
     check_equal(found, wanted, "the per-token reference")
     change = max(gap(a, b) for a, b in zip(floats(found), floats(dense), strict=True))
     if change < CHANGE:
