@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Literal
 
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from modpass.alone import branch_alone
 from modpass.analysis import Analysis, analyse
 from modpass.examine import Examiner
 from modpass.mixing import name_of
+from modpass.parts import Parts, find_cut
 from modpass.reopen import Reopened, Reopener
 from modpass.sides import side_inputs
 from modpass.sizes import Refusal
@@ -32,13 +34,33 @@ _PRODUCTS = {
 
 @dataclass(frozen=True)
 class Block:
-    """A block that can be routed: its module path, class name, and what the analysis found."""
+    """A block that can be routed: its module path, class name, and what the analysis found.
+
+    branch: the part, "attention" or "mlp", that the analysis is of, where no more of the block can be routed.
+    """
 
     name: str
     kind: str
     nodes: list[fx.Node] = field(repr=False)
     analysis: Analysis = field(repr=False)
     reopened: Reopened | None = field(default=None, repr=False)
+    branch: Literal["attention", "mlp"] | None = None
+
+    @property
+    def ends(self) -> tuple[fx.Node, fx.Node]:
+        """The nodes of the whole model's graph between which it lies."""
+        if self.reopened is None:
+            return self.analysis.stream, self.analysis.output
+        return self.reopened.outer[self.analysis.stream], self.replaced
+
+    @property
+    def replaced(self) -> fx.Node:
+        """The node of the whole model's graph whose value it computes."""
+        if self.reopened is None:
+            return self.analysis.output
+        inside = set(self.nodes)
+        last = (n for n in reversed(self.nodes) if any(u not in inside for u in n.users))
+        return self.reopened.replaced or next(last)
 
     @property
     def group(self) -> str:
@@ -58,11 +80,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A candidate that cannot be routed, and the reason."""
+    """A candidate that cannot be routed, and the reason; parts: what of it can, "mlp" or "attention"."""
 
     name: str
     kind: str
     reason: str
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,27 +146,63 @@ def find_blocks(model: nn.Module | ExportedProgram, example_inputs: Any = None, 
     return locate(capture(model, example_inputs), check)
 
 
-def locate(traced: Traced, check: bool | None = None) -> Blocks:
-    """Find the blocks of a traced model."""
+def locate(traced: Traced, check: bool | None = None, parts: Parts = "block") -> Blocks:
+    """Find the blocks of a traced model whose ``parts`` can be routed."""
     reopener = Reopener(traced)
     candidates = _candidates(traced.graph_module.graph)
-    found: list[Block] = []
-    skipped: list[Skipped] = []
-    for candidate in candidates:
+
+    def sift(modules: list[_Module], make: Callable[[_Module], Block]) -> tuple[list[Block], dict[str, str]]:
+        return _sifted(modules, make, lambda found: Examiner(traced, reopener, found, check))
+
+    whole, refused = sift(candidates, lambda m: _as_block(m, reopener))
+    left = [m for m in candidates if m.name in refused]
+    if parts == "block":
+        able = {kind: sift(left, partial(_as_part, kind, reopener))[0] for kind in ("mlp", "attention")}
+        ways = {m.name: tuple(k for k, found in able.items() if m.name in {b.name for b in found}) for m in left}
+        passed, reasons = whole, {n: reason + _hint(ways[n]) for n, reason in refused.items()}
+    else:
+        ways, reasons = {}, {b.name: f"parts='{parts}': {e}" for b in whole if (e := _inseparable(b, parts))}
+        branches, others = sift(left, partial(_as_part, parts, reopener))
+        passed = [*(b for b in whole if b.name not in reasons), *branches]
+        reasons |= {n: refused[n] if refused[n] == r else f"parts='{parts}': {r}" for n, r in others.items()}
+    order = tuple(c.name for c in candidates)
+    skipped = [Skipped(m.name, m.kind, reasons[m.name], ways.get(m.name, ())) for m in candidates if m.name in reasons]
+    return Blocks(tuple(sorted(passed, key=lambda b: order.index(b.name))), tuple(skipped), order)
+
+
+def _sifted(
+    modules: list[_Module], make: Callable[[_Module], Block], examiner: Callable[[list[Block]], Examiner]
+) -> tuple[list[Block], dict[str, str]]:
+    """The blocks made of modules that pass the check by values, and the reason for each other."""
+    made, passed, refused = list[Block](), list[Block](), dict[str, str]()
+    for module in modules:
         try:
-            found.append(_as_block(candidate, reopener))
+            made.append(make(module))
         except Refusal as e:
-            skipped.append(Skipped(candidate.name, candidate.kind, str(e)))
-    examiner = Examiner(traced, reopener, found, check)
-    passed: list[Block] = []
-    for block in found:
+            refused[module.name] = str(e)
+    check = examiner(made)
+    for block in made:
         try:
-            examiner.examine(block)
+            check.examine(block)
             passed.append(block)
         except Refusal as e:
-            skipped.append(Skipped(block.name, block.kind, str(e)))
-    order = tuple(c.name for c in candidates)
-    return Blocks(tuple(passed), tuple(sorted(skipped, key=lambda s: order.index(s.name))), order)
+            refused[block.name] = str(e)
+    return passed, refused
+
+
+def _hint(ways: tuple[str, ...]) -> str:
+    """What can be routed of a block that is refused as a whole."""
+    names = {"mlp": "MLP", "attention": "attention"}
+    return "".join(f"; its {names[way]} branch can be routed: parts='{way}'" for way in ways)
+
+
+def _inseparable(block: Block, parts: Parts) -> str:
+    """Why a part of a block cannot be routed by itself, or nothing."""
+    try:
+        find_cut(block.analysis, parts)
+    except Refusal as e:
+        return str(e)
+    return ""
 
 
 @dataclass
@@ -173,6 +232,11 @@ def _as_block(candidate: _Module, reopener: Reopener) -> Block:
         return Block(candidate.name, candidate.kind, candidate.nodes, analysis)
     reopened = reopener.reopen(candidate.name, candidate.nodes, analysis)
     return Block(candidate.name, candidate.kind, candidate.nodes, reopened.analysis, reopened)
+
+
+def _as_part(kind: Literal["mlp", "attention"], reopener: Reopener, candidate: _Module) -> Block:
+    analysis, reopened = branch_alone(candidate.name, candidate.nodes, kind, reopener)
+    return Block(candidate.name, candidate.kind, candidate.nodes, analysis, reopened, kind)
 
 
 def _modules(graph: fx.Graph) -> list[_Module]:

@@ -13,8 +13,9 @@ from itertools import pairwise
 
 from torch import fx
 
-from modpass.analysis import RESIDUAL, Analysis
+from modpass.analysis import Analysis
 from modpass.mixing import name_of
+from modpass.region import RESIDUAL
 from modpass.rewrite import summands
 from modpass.symbols import shape_of, value_of
 
@@ -71,6 +72,10 @@ class Branches:
                 start = found.pop().stream if joined else branch.start
                 found.append(Cut(start, branch.end))
         return found
+
+    def pieces(self, kind: str) -> list[Cut]:
+        """The branches of a kind one by one, but for those that share their residual with another."""
+        return [Cut(b.start, b.end) for b in self.found if b.kind == kind and _skips(b, self.order)]
 
     def _spine(self) -> list[fx.Node]:
         """The values of the stream's shape that no edge jumps over: every path passes through them."""

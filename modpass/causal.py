@@ -100,7 +100,7 @@ def _hide_in_fused(graph: fx.Graph, node: fx.Node, used: fx.Node) -> None:
     if given.get("is_causal"):
         return  # slots are in order of position and unused ones come last, where no used slot looks
     with graph.inserting_before(node):
-        mask = graph.call_function(mask_unused, (given.get("attn_mask"), used))
+        mask = graph.call_function(mask_unused, (given.get("attn_mask"), used, given["query"]))
     query, key, value = given.pop("query"), given.pop("key"), given.pop("value")
     node.args, node.kwargs = (query, key, value), {**given, "attn_mask": mask}
 
@@ -111,31 +111,38 @@ def _allowed(used_Bk: Tensor) -> Tensor:
     return used_Bk.unsqueeze(1) | torch.eye(k, dtype=torch.bool, device=used_Bk.device)
 
 
+def _placed(seen_Bkk: Tensor, rows: int, dims: int) -> Tensor:
+    """Pairs of slots as scores of ``dims`` dims and so many rows have them, also where heads are merged into rows."""
+    B, *pair = seen_Bkk.shape
+    seen = seen_Bkk.repeat_interleave(rows // B, 0) if rows != B else seen_Bkk
+    return seen.reshape(rows, *[1] * (dims - 3), *pair)
+
+
 def hide_unused(scores: Tensor, used_Bk: Tensor) -> Tensor:
     """Scores ``[B, .., k, k]`` (or with rows of heads merged into B, or keys appended) without the unused slots.
 
     >>> hide_unused(torch.zeros(1, 2, 2), torch.tensor([[True, False]]))[0, 0, 1].item() < -1e30
     True
     """
-    B, k = used_Bk.shape
-    seen = F.pad(_allowed(used_Bk), (0, scores.shape[-1] - k), value=True)
-    seen = seen.repeat_interleave(scores.shape[0] // B, 0) if scores.shape[0] != B else seen
-    seen = seen.reshape(seen.shape[0], *[1] * (scores.dim() - 3), k, scores.shape[-1])
+    k = used_Bk.shape[1]
+    seen = _placed(F.pad(_allowed(used_Bk), (0, scores.shape[-1] - k), value=True), scores.shape[0], scores.dim())
     return scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
 
 
-def mask_unused(mask: Any, used_Bk: Tensor) -> Tensor:
-    """A mask of fused attention (bool, additive or None) that hides the unused slots as well.
+def mask_unused(mask: Any, used_Bk: Tensor, query: Tensor) -> Tensor:
+    """A mask of fused attention (bool, additive or None) that hides the unused slots as well; ``query [B, .., k, D]``.
 
-    >>> mask_unused(None, torch.tensor([[True, False]]))[0, 0].tolist()
-    [[True, False], [True, True]]
+    >>> mask_unused(None, torch.tensor([[True, False]]), torch.zeros(1, 2, 8)).tolist()
+    [[[True, False], [True, True]]]
     """
-    seen = _allowed(used_Bk).unsqueeze(1)
+    rows, dims = query.shape[0], query.dim()
+    seen = _allowed(used_Bk)
     if mask is None:
-        return seen
+        return _placed(seen, rows, dims)
     if mask.dtype != torch.bool:
-        added: Tensor = mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+        added: Tensor = mask.masked_fill(~_placed(seen, rows, dims), torch.finfo(mask.dtype).min)
         return added
-    eye = torch.eye(used_Bk.shape[1], dtype=torch.bool, device=mask.device)
-    both: Tensor = (mask & used_Bk[:, None, None, :]) | (eye & ~used_Bk[:, None, :, None])
+    own = torch.eye(used_Bk.shape[1], dtype=torch.bool, device=mask.device) & ~used_Bk[:, :, None]
+    keys = used_Bk[:, None].expand_as(own)
+    both: Tensor = (mask & _placed(keys, rows, dims)) | _placed(own, rows, dims)
     return both

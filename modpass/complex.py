@@ -5,6 +5,7 @@ No exporter lowers every complex operator, and a gather of the chosen tokens wou
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ _SAME = {
 }
 _BY_DIM = {aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int}
 _BY_SHAPE = {aten.view.default, aten.reshape.default, aten.expand.default}
+# Casts that change nothing: a table made complex64 again, on the device where it is.
+_CASTS = {aten.to.dtype_layout, aten.to.dtype, aten.to.device, aten._to_copy.default}
 
 
 def without_complex(graph: fx.Graph) -> None:
@@ -49,9 +52,17 @@ def _touches(node: fx.Node) -> bool:
 
 def _is_known(node: fx.Node) -> bool:
     known = _SAME | _BY_DIM | _BY_SHAPE | set(_MADE) | {aten.mul.Tensor, aten.view_as_real.default}
+    if node.op == "get_attr":
+        return not isinstance(_attribute(node), torch.nn.Parameter)
+    if node.op == "call_function" and node.target in _CASTS:
+        return bool(value_of(node).dtype == value_of(node.all_input_nodes[0]).dtype)
     if node.op != "call_function" or node.target not in known:
         return False
     return node.target is not aten.view_as_real.default or not _is_complex(node)
+
+
+def _attribute(node: fx.Node) -> Any:
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
 class _Rewriter:
@@ -71,12 +82,14 @@ class _Rewriter:
 
     def _rewritten(self, node: fx.Node) -> fx.Node:
         target: Any = node.target
+        if node.op == "get_attr":
+            return self._table(node)
         if target in _MADE:
             return _MADE[target](self, node)
         if target is aten.mul.Tensor:
             return self._product(node)
         source = self.real[node.args[0]]  # type: ignore[index]
-        if target is aten.view_as_real.default:
+        if target is aten.view_as_real.default or target in _CASTS:
             return source
         rest: list[Any] = list(node.args[1:])
         if target in _BY_DIM and rest and rest[0] < 0:
@@ -84,6 +97,15 @@ class _Rewriter:
         if target in _BY_SHAPE:
             rest[0] = [*rest[0], 2]
         return self.call(node, target, source, *rest)
+
+    def _table(self, node: fx.Node) -> fx.Node:
+        """A complex buffer as a real one beside it."""
+        module: Any = self.graph.owning_module
+        name, value = f"_{node.name}_real", torch.view_as_real(_attribute(node).resolve_conj()).clone()
+        module.register_buffer(name, value, persistent=False)
+        made = self.graph.get_attr(name)
+        made.meta = {**node.meta, "val": traced_value(value_of(node).fake_mode, aten.view_as_real.default, (node,), {})}
+        return made
 
     def _product(self, node: fx.Node) -> fx.Node:
         a, b = (n if isinstance(n, fx.Node) else None for n in node.args[:2])

@@ -15,7 +15,7 @@ from modpass.symbols import value_of
 
 if TYPE_CHECKING:
     from modpass.blocks import Block
-    from modpass.reopen import Reopener
+    from modpass.reopen import Reopened, Reopener
     from modpass.tracing import Traced
 
 __all__ = ["Examiner"]
@@ -49,7 +49,15 @@ class Examiner:
     def _values(self, block: Block) -> dict[fx.Node, Any]:
         if block.reopened is not None:
             recorder = Recorder(block.reopened.graph_module, needed_values(block.analysis))
-            return recorder.record(*self.reopener.inputs(block.name))
+            return recorder.record(*self._inputs(block, block.reopened))
+        return self._whole()
+
+    def _inputs(self, block: Block, reopened: Reopened) -> list[Any]:
+        if block.branch is None:
+            return self.reopener.inputs(block.name)
+        return [self._whole()[n] for n in reopened.outer.values()]
+
+    def _whole(self) -> dict[fx.Node, Any]:
         if self.values is None:
             self.values = self._run()
         return self.values
@@ -65,4 +73,5 @@ class Examiner:
                     "real example inputs, or give the nn.Module"
                 )
         keep = {n for b in self.picked if b.reopened is None for n in needed_values(b.analysis)}
+        keep |= {n for b in self.picked if b.branch and b.reopened for n in b.reopened.outer.values()}
         return Recorder(graph_module, keep).record(*given)

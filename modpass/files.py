@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from modpass.errors import StateError
+
 __all__ = ["sha256", "whole_directory", "whole_file"]
 
 
@@ -34,7 +36,11 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary folder; when the block ends well it replaces ``path``, else it is removed.
 
-    An older folder of that name is moved aside first and put back if the swap fails.
+    An older folder of that name is moved aside first and put back if the swap fails. Of two that are written at once
+    the first stays.
+
+    Raises:
+        StateError: another run wrote the folder meanwhile.
 
     >>> target = Path(tempfile.mkdtemp(), "model")
     >>> with whole_directory(target) as tmp: _ = (tmp / "a.json").write_text("{}")
@@ -51,7 +57,9 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
             os.replace(target, old)
         try:
             os.replace(fresh, target)
-        except OSError:
+        except OSError as e:
+            if target.exists():  # moved there, the old one would lie inside of it
+                raise StateError(f"'{target}' was written by another run meanwhile, and stays as that left it") from e
             if old.exists():
                 shutil.move(old, target)
             raise

@@ -53,8 +53,8 @@ def _as_broadcast(node: fx.Node, side: fx.Node, value: Any, sizes: Sizes) -> tup
     shape, out = shape_of(value), _broadcast_shape(node, side) or ()
     offset, found = len(out) - len(shape), list(shape)
     for i, size in enumerate(shape):
-        if offset < 0 or size == 1 or out[offset + i].is_Integer or hint_of(value.shape[i]) is None:
-            continue
+        if offset < 0 or size in (0, 1) or out[offset + i].is_Integer or hint_of(value.shape[i]) is None:
+            continue  # what is empty is put beside the tokens, and has none of theirs
         if sizes.canonical(size) != SEQUENCE and sizes.canonical(out[offset + i]) == SEQUENCE:
             found[i] = sympy.Integer(1) if hint_of(value.shape[i]) == 1 else sizes.sequence
     return tuple(found)

@@ -84,7 +84,8 @@ def infer_inputs(model: nn.Module) -> dict[str, Any]:
     if not named:
         raise InputError(
             f"{type(model).__name__} does not say what it takes; pass example_inputs "
-            "(a tuple, a dict or both), with a batch of 2 or more rows"
+            "(a tuple, a dict or both), with a batch of 2 or more rows; a factory that a command is given returns "
+            "the pair (model, example inputs)"
         )
     reference = next((p for p in model.parameters() if p.is_floating_point()), None)
     if reference is not None:

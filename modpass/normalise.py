@@ -54,7 +54,19 @@ def normalise(graph: fx.Graph) -> None:
         if node.op == "call_function" and name_of(node) == "sym_size" and node.all_input_nodes[0].op != "placeholder":
             _replace_size(graph, node, known)
     _fold_inverse(graph)
+    _turn_round(graph)
     drop_dead(graph)
+
+
+def _turn_round(graph: fx.Graph) -> None:
+    """``c - x`` as ``-x + c``, the same number, for integers and a fraction: torch's exporter finds no type for it."""
+    for node in [n for n in graph.nodes if n.target is aten.rsub.Scalar and len(n.args) == 2]:
+        source, number = node.args
+        if isinstance(number, float) and not value_of(source).is_floating_point():
+            with graph.inserting_before(node):
+                negative = graph.call_function(aten.neg.default, (source,))
+            negative.meta = {**node.meta, "val": value_of(source)}
+            node.target, node.args = aten.add.Tensor, (negative, number)
 
 
 def _fold_inverse(graph: fx.Graph) -> None:

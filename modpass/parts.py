@@ -6,16 +6,15 @@ from dataclasses import replace
 from typing import Literal
 
 from modpass.analysis import Analysis
-from modpass.blocks import Blocks, Skipped
 from modpass.branches import Branches, Cut, upstream
 from modpass.rewrite import regroup
 from modpass.sizes import Refusal
 
-__all__ = ["Parts", "cut_out", "find_cut", "parts_of", "with_part"]
+__all__ = ["NAMES", "Parts", "cut_out", "find_cut", "parts_of"]
 
 Parts = Literal["block", "attention", "mlp"]
 
-_NAMES = {"attention": "attention over its tokens", "mlp": "MLP, a branch with a product and without attention"}
+NAMES = {"attention": "attention over its tokens", "mlp": "MLP, a branch with a product and without attention"}
 
 
 def parts_of(analysis: Analysis) -> dict[str, Cut | str]:
@@ -29,20 +28,6 @@ def parts_of(analysis: Analysis) -> dict[str, Cut | str]:
     return found
 
 
-def with_part(blocks: Blocks, parts: Parts) -> Blocks:
-    """Those blocks whose part can be routed; the others are refused with the reason."""
-    if parts == "block":
-        return blocks
-    found, skipped = [], list(blocks.skipped)
-    for block in blocks:
-        try:
-            find_cut(block.analysis, parts)
-            found.append(block)
-        except Refusal as e:
-            skipped.append(Skipped(block.name, block.kind, f"parts='{parts}': {e}"))
-    return replace(blocks, found=tuple(found), skipped=tuple(skipped))
-
-
 def find_cut(analysis: Analysis, kind: str) -> Cut:
     """The one place of a part, "attention" or "mlp".
 
@@ -54,7 +39,7 @@ def find_cut(analysis: Analysis, kind: str) -> Cut:
     if len(cuts) > 1:
         raise Refusal(f"it has {len(cuts)} parts that could be its {kind}; route the whole block")
     if not cuts:
-        raise Refusal(branches.inseparable or f"it has no {_NAMES[kind]}, as a residual of its own")
+        raise Refusal(branches.inseparable or f"it has no {NAMES[kind]}, as a residual of its own")
     return cuts[0]
 
 

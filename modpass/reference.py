@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modpass.errors import InputError
+from modpass.program import plain_attention
 
-__all__ = ["Setting", "causal_choice", "hidden_keys", "reference_choice", "routed_reference"]
+__all__ = ["Routing", "Setting", "causal_choice", "hidden_keys", "reference_choice", "routed_reference"]
 
 
 _SINKS = 2  # keys that are no tokens, appended to those that are
@@ -118,14 +119,14 @@ def routed_reference(
     1
     """
     with ExitStack() as stack:
-        stack.enter_context(_no_fast_path())
+        stack.enter_context(plain_attention())
         for path in dict.fromkeys(name.partition("@")[0] for name in settings):
             block = model.get_submodule(path)
             if isinstance(block, nn.ModuleList):
-                stack.enter_context(_list_routed(block, _Routing(settings[path], keep, partial(_note, chosen, path))))
+                stack.enter_context(_list_routed(block, Routing(settings[path], keep, partial(_note, chosen, path))))
                 continue
             calls = {
-                n: _routed(block.forward, _Routing(s, keep, partial(_note, chosen, n)))
+                n: _routed(block.forward, Routing(s, keep, partial(_note, chosen, n)))
                 for n, s in settings.items()
                 if n.partition("@")[0] == path
             }
@@ -149,17 +150,7 @@ def _note(chosen: dict[str, list[list[int]]] | None, name: str, positions: list[
         chosen[name] = positions
 
 
-@contextmanager
-def _no_fast_path() -> Iterator[None]:
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-class _Routing:
+class Routing:
     """One call of one block: who goes through, and what becomes of the stream."""
 
     def __init__(self, setting: Setting, keep: Tensor | None, note: Callable[[list[list[int]]], None]) -> None:
@@ -196,7 +187,7 @@ class _Routing:
         return self.setting.back(torch.stack(rows), self.stream.shape)
 
 
-def _routed(dense: Callable[..., Any], routing: _Routing) -> Callable[..., Any]:
+def _routed(dense: Callable[..., Any], routing: Routing) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         with routing.start([*args, *kwargs.values()]):
             output = dense(*args, **kwargs)
@@ -208,7 +199,7 @@ def _routed(dense: Callable[..., Any], routing: _Routing) -> Callable[..., Any]:
 
 
 @contextmanager
-def _list_routed(block: nn.ModuleList, routing: _Routing) -> Iterator[None]:
+def _list_routed(block: nn.ModuleList, routing: Routing) -> Iterator[None]:
     """A list of modules that the model's own loop calls in turn: the first gets the stream, the last returns it."""
     entries = [m for m in block.modules() if not isinstance(m, nn.ModuleList)]
     outer = [m for m in entries if not any(m is not o and m in set(o.modules()) for o in entries)]

@@ -8,28 +8,36 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from modpass.analysis import Analysis, analyse
+from modpass.analysis import Analysis, analyse, analyse_part
 from modpass.errors import TraceError
 from modpass.mixing import name_of
 from modpass.normalise import normalise
+from modpass.program import experts_per_token, export_program
+from modpass.rewrite import Body, outline
 from modpass.runs import Runs
-from modpass.sizes import Refusal
-from modpass.tracing import Traced, experts_per_token, export_program
+from modpass.sizes import Refusal, Sizes
+from modpass.symbols import hint_of, shape_of, value_of
+from modpass.tracing import Traced
 
 __all__ = ["Reopened", "Reopener"]
 
 
 @dataclass(frozen=True)
 class Reopened:
-    """A block's own graph, and which node of the whole model's graph each of its placeholders stands for."""
+    """A block's own graph, and which node of the whole model's graph each of its placeholders stands for.
+
+    replaced: the node whose value a part of the block computes; None: it is the whole block.
+    """
 
     graph_module: fx.GraphModule = field(repr=False)
     outer: dict[fx.Node, fx.Node] = field(repr=False)
     output: fx.Node = field(repr=False)
     analysis: Analysis = field(repr=False)
+    replaced: fx.Node | None = field(default=None, repr=False)
 
 
 class Reopener:
@@ -69,6 +77,33 @@ class Reopener:
             raise Refusal(f"its sequence stays fixed to {found.sizes.sequence} when it is traced alone")
         return Reopened(graph_module, outer, found.output, found)
 
+    def reopen_part(self, name: str, fixed: Analysis) -> Reopened:
+        """Trace a part of the block ``name`` with a free sequence; ``fixed`` has its stream, output and tokens.
+
+        Raises:
+            Refusal: it cannot be traced, its sequence stays fixed, or tokens meet in it.
+        """
+        body = outline(name, fixed)
+        outer = [fixed.stream, *(s.node for s in body.sides)]
+        block = self.traced.graph_module.get_submodule(name.partition("@")[0])
+        try:
+            program = export_program(_with_own(body, block), tuple(map(_example, outer)), {})
+            graph_module = program.module(check_guards=False)
+            normalise(graph_module.graph)
+        except TraceError as e:
+            raise Refusal(f"its sequence is fixed to {fixed.sizes.sequence} and it cannot be traced alone: {e}") from e
+        graph = graph_module.graph
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        output: Any = next(n for n in graph.nodes if n.op == "output").args[0]
+        output = output[0] if isinstance(output, tuple | list) else output
+        shape = shape_of(value_of(placeholders[0]))
+        sizes = Sizes(shape[1 - fixed.seq_dim], shape[fixed.seq_dim])
+        inner = [n for n in graph.nodes if n.op == "call_function"]
+        found = analyse_part(inner, placeholders[0], output, sizes, fixed.seq_dim)
+        if found.fixed:
+            raise Refusal(f"its sequence stays fixed to {found.sizes.sequence} when it is traced alone")
+        return Reopened(graph_module, dict(zip(placeholders, outer, strict=True)), output, found, fixed.output)
+
     def inputs(self, name: str) -> list[Any]:
         """The values that the block ``name`` got in a run on the example inputs, as its own graph takes them."""
         return pytree.tree_leaves(self.runs.plain.calls[name])
@@ -99,6 +134,23 @@ class Reopener:
                 "inputs in which they differ"
             )
         return found[0]
+
+
+def _with_own(body: Body, block: nn.Module) -> fx.GraphModule:
+    """A body that reads the block's own parameters from it, in place of taking them."""
+    old, graph = body.graph_module.graph, fx.Graph()
+    placeholders = [n for n in old.nodes if n.op == "placeholder"]
+    env = {n: graph.placeholder(n.name) for n in placeholders[: 1 + len(body.sides)]}
+    env |= {n: graph.get_attr(path) for n, path in zip(placeholders[len(env) :], body.owned, strict=True)}
+    graph.output(graph.graph_copy(old, env))
+    return fx.GraphModule(block, graph)
+
+
+def _example(node: fx.Node) -> Tensor:
+    """A tensor of the size that a node's value had in the example inputs."""
+    value = value_of(node)
+    shape = [hint_of(size) or 1 for size in value.shape]
+    return torch.zeros(shape, dtype=value.dtype, device=value.device)
 
 
 def _origins(node: fx.Node) -> set[fx.Node]:

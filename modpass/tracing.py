@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
@@ -18,8 +16,9 @@ from modpass.calling import Call, parameter_names
 from modpass.errors import InputError, TraceError
 from modpass.inputs import as_named, widen
 from modpass.normalise import normalise
+from modpass.program import export_program, mutates, without_writes
 
-__all__ = ["Traced", "capture", "experts_per_token", "export_program"]
+__all__ = ["Traced", "capture"]
 
 
 @dataclass
@@ -59,91 +58,16 @@ def capture(model: nn.Module | ExportedProgram, example_inputs: Any = None) -> T
         raise TraceError(f"torch.export recorded no output structure for {type(model).__name__}")
     graph_module = program.module(check_guards=False)
     normalise(graph_module.graph)
+    _name_inputs(graph_module.graph, call)
     return Traced(graph_module, call, program.call_spec.out_spec, named, model, _ranges(program))
 
 
-def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    """Trace a module with every dim free and every dropout rate known.
-
-    Raises:
-        TraceError: the model cannot be traced; names the model and torch's first line.
-
-    >>> len(list(export_program(nn.ReLU(), (torch.zeros(2, 3),), {}).graph.nodes))
-    3
-    """
-    before = {m: m.training for m in model.modules()}
-    try:
-        with experts_per_token(model), _without_cache(model):
-            program = _export(model.eval(), args, kwargs)
-            if any(_mutates(n) for n in program.graph.nodes):
-                return _without_writes(program, type(model).__name__)  # which would take dropout apart as well
-            return _with_dropout(model, args, kwargs, program) if _drops(model) else program
-    finally:
-        for module, flag in before.items():
-            module.training = flag
-
-
-def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    """``torch.export`` with every dim of every tensor input free."""
-
-    def free(value: Any) -> Any:
-        return dict.fromkeys(range(value.dim()), Dim.AUTO) if isinstance(value, Tensor) else None
-
-    shapes: Any = pytree.tree_map(free, (args, kwargs))
-    names = parameter_names(model.forward)[: len(args)]
-    spec = dict(zip(names, shapes[0], strict=False)) | shapes[1]
-    try:
-        with _plain_attention(), _every_input_named(model, kwargs):
-            program = torch.export.export(model, args, kwargs, dynamic_shapes=spec, strict=False)
-            if any("set_grad_enabled" in str(n.target) for n in program.graph.nodes):
-                with torch.no_grad():  # else a no_grad part of the model hides in a graph of its own
-                    program = torch.export.export(model, args, kwargs, dynamic_shapes=spec, strict=False)
-    except Exception as e:
-        raise TraceError(f"{type(model).__name__} cannot be traced by torch.export: {_first_line(e)}") from e
-    return program
-
-
-def _without_writes(program: ExportedProgram, name: str) -> ExportedProgram:
-    """The same program without in-place operators."""
-    try:
-        written: ExportedProgram = program.run_decompositions({})
-    except Exception as e:
-        raise TraceError(f"{name} cannot be rid of its in-place operators: {_first_line(e)}") from e
-    return written
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-@contextmanager
-def _every_input_named(model: nn.Module, kwargs: dict[str, Any]) -> Iterator[None]:
-    """Let the forward name what it takes through ``**kwargs``: torch.export asks for that in two ways at once."""
-    forward, signature = model.forward, inspect.signature(model.forward)
-    loose = [n for n in kwargs if n not in signature.parameters]
-    if not loose:
-        yield
-        return
-
-    def named(*args: Any, **given: Any) -> Any:
-        return forward(*args, **given)
-
-    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    added = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in loose]
-    named.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
-    before = vars(model).get("forward")
-    object.__setattr__(model, "forward", named)
-    try:
-        yield
-    finally:
-        object.__delattr__(model, "forward")
-        if before is not None:
-            object.__setattr__(model, "forward", before)
-
-
-def _mutates(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
+def _name_inputs(graph: fx.Graph, call: Call) -> None:
+    """Give the inputs back the names by which the model takes them, which the trace writes in small letters."""
+    own = {name.lower(): name for name, spec in call.structure.items() if spec.is_leaf()}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.target = own.get(str(node.target), node.target)
 
 
 class _Stepwise(nn.Module):
@@ -176,50 +100,6 @@ def _ranges(program: ExportedProgram) -> dict[Any, tuple[int, int | None]]:
     return found
 
 
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Keep nn.TransformerEncoder off its fused inference path, which hides attention in one operator."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-@contextmanager
-def experts_per_token(model: nn.Module) -> Iterator[None]:
-    """Let Hugging Face mixtures of experts multiply token by token while tracing.
-
-    Their default sorts the token-expert pairs of the whole batch and calls an operator that no exporter knows.
-    """
-    choose, current = getattr(model, "set_experts_implementation", None), getattr(model, "config", None)
-    before = getattr(current, "_experts_implementation", None)
-    if choose is None or before is None:
-        yield
-        return
-    choose("batched_mm")
-    try:
-        yield
-    finally:
-        choose(before)
-
-
-@contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Trace the plain forward of a Hugging Face model, also where ``use_cache`` is a setting alone."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    before = [(c, c.use_cache) for c in {id(c): c for c in (config, text)}.values() if hasattr(c, "use_cache")]
-    for c, _ in before:
-        c.use_cache = False
-    try:
-        yield
-    finally:
-        for c, value in before:
-            c.use_cache = value
-
-
 def _call(model: nn.Module, named: dict[str, Any]) -> Call:
     structure = {name: pytree.tree_structure(value) for name, value in named.items()}
     constants = {
@@ -245,45 +125,12 @@ def _optional(named: dict[str, Any], defaults: dict[str, Any]) -> dict[str, tupl
     return found
 
 
-def _drops(model: nn.Module) -> bool:
-    """Whether any module has a dropout rate above 0: an attribute or setting with 'drop' in its name."""
-    holders = [*model.modules(), *([model.config] if hasattr(model, "config") else [])]
-    rates = (v for h in holders for k, v in vars(h).items() if "drop" in k.lower() or k == "p")
-    return any(isinstance(v, float) and v > 0 for v in rates)
-
-
-def _with_dropout(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], evaluated: ExportedProgram
-) -> ExportedProgram:
-    """The same graph traced in training mode, which alone names every dropout rate; or ``evaluated`` where
-    training takes another path through the code.
-    """
-    try:
-        trained = _export(model.train(), args, kwargs)
-    except TraceError:
-        return evaluated
-    return trained if _operators(trained) == _operators(evaluated) else evaluated
-
-
-def _operators(program: ExportedProgram) -> list[str]:
-    """The graph's operators with their constants, but for those of dropout."""
-    silent = ("dropout", "contiguous", "clone", "_assert", "alias", "detach")
-    nodes = [n for n in program.graph.nodes if n.op == "call_function"]
-    return [_with_constants(n) for n in nodes if not any(s in str(n.target) for s in silent)]
-
-
-def _with_constants(node: fx.Node) -> str:
-    is_attention = "scaled_dot_product_attention" in str(node.target)
-    given = (node.args[:4], node.args[5:]) if is_attention else (node.args, node.kwargs)
-    return f"{node.target} {fx.map_arg(given, lambda n: '_')}"
-
-
 def _from_program(program: ExportedProgram) -> Traced:
     spec = program.call_spec
     if spec.in_spec is None or spec.out_spec is None:
         raise TraceError("the ExportedProgram does not record its call; export it again with this torch")
-    if any(_mutates(n) for n in program.graph.nodes):
-        program = _without_writes(program, "the ExportedProgram")
+    if any(mutates(n) for n in program.graph.nodes):
+        program = without_writes(program, "the ExportedProgram")
     module = program.module(check_guards=False)
     normalise(module.graph)
     args_spec, kwargs_spec = spec.in_spec.children()
@@ -299,4 +146,6 @@ def _from_program(program: ExportedProgram) -> Traced:
         if v is not None and not any(isinstance(x, Tensor) for x in pytree.tree_leaves(v))
     }
     optional = _optional({n: v for n, v in examples.items() if v is not None}, dict.fromkeys(names))
-    return Traced(module, Call(names, structure, constants, optional), spec.out_spec, examples, None, _ranges(program))
+    call = Call(names, structure, constants, optional)
+    _name_inputs(module.graph, call)
+    return Traced(module, call, spec.out_spec, examples, None, _ranges(program))

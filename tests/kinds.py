@@ -45,6 +45,12 @@ def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (half, k, v))).transpose(1, 2)
 
 
+def behind_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values are put behind those of an earlier call, of which there are none."""
+    none = torch.zeros(q.shape[0], 0, *q.shape[2:])
+    return by_einsum(q, torch.cat([none, k], 1), torch.cat([none, v], 1))
+
+
 def cut_at_a_quantile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Keeps the largest queries by a quantile that it works out itself."""
     bound = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(0.6))
@@ -326,6 +332,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], dict[str, A
     "prefix cut off": (lambda: Decoder(lambda w, h: TurnsBehind(False), 2), ids),
     "every expert": (lambda: Decoder(lambda w, h: EveryExpert(w), 2), ids),
     "in place": (lambda: Decoder(lambda w, h: ByProducts(in_place), 2), ids),
+    "behind nothing": (lambda: Decoder(lambda w, h: ByProducts(behind_nothing), 2), ids),
     "streams inside": (lambda: SideBySide(False), ids),
     "streams in front": (lambda: SideBySide(True), ids),
     "shared keys": (lambda: SharedKeys(False), ids),

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 wrong arguments, 130 interrupted.
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 import warnings
@@ -33,6 +34,7 @@ from modpass.version import __version__
 __all__ = ["app", "main"]
 
 INTERRUPTED = 130
+_NO_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR}
 # typer does not export the parent of all its complaints about arguments.
 UsageError: Any = typer.BadParameter.__base__
 
@@ -98,6 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = INTERRUPTED
     except ModpassError as e:
         code = _complain(str(e), 1, debug)
+    except OSError as e:
+        code = _complain(_of_the_file(e) or f"unexpected error: {_one_line(f'{type(e).__name__}: {e}')}", 1, debug)
     except Exception as e:
         what = _one_line(f"{type(e).__name__}: {e}".rstrip(": "))
         hint = "" if debug else " (run again with --debug for the traceback)"
@@ -110,6 +114,13 @@ def _complain(sentence: str, code: int, debug: bool = False) -> int:
         traceback.print_exc()
     print(f"modpass: {sentence}", file=sys.stderr)
     return code
+
+
+def _of_the_file(error: OSError) -> str | None:
+    """What stands in the way of a file, where the system says so."""
+    if error.errno not in _NO_PLACE or error.filename is None:
+        return None
+    return f"'{error.filename}' cannot be written or read: {error.strerror}; check its name, rights and free space"
 
 
 def _one_line(message: str) -> str:

@@ -149,14 +149,14 @@ def _report(sweep: Sweep, out: Path | None, earlier: Sweep | None, share: float 
     """Print and write what was found, then fail for what is not as it should be."""
     from modpass.bench import table
     from modpass.bench.compare import compare, comparison_table
-    from modpass.bench.judge import judge, verdict_table
+    from modpass.bench.judge import bound_table, judge
     from modpass.bench.sweep_report import sweep_table, write_sweep
 
     single = len(sweep.results) == 1 and not any(row.peers for row in sweep.results[0].rows)
     console().print(table(sweep.results[0]) if single else sweep_table(sweep))
     verdicts = judge(sweep) if judged else []
     if judged:
-        console().print(verdict_table(verdicts))
+        console().print(bound_table(verdicts))
     if out is not None:
         written = write_sweep(sweep, out, re.sub(r"[^\w.-]+", "-", sweep.name), verdicts)
         console().print(f"wrote {', '.join(map(str, written))}", markup=False)

@@ -60,7 +60,10 @@ def command(
     --dense.
     """
     from modpass.exporters.decoder import export_decoder
+    from modpass.exporters.decoder_manifest import FILE
+    from modpass.exporters.own_folder import own_folder
 
+    own_folder(out, FILE)  # before a model is loaded
     routing = Routing(capacity, every, blocks, gate, "causal", None)
     with status("loading"):
         source = load_source(model, factory=factory)

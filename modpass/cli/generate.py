@@ -80,7 +80,10 @@ def command(
 
 def _tokenizer(folder: Path) -> Any:
     if not (folder / "tokenizer").is_dir():
-        raise InputError(f"'{folder}' holds no tokenizer; export it with one, or use DecoderSession with token ids")
+        raise InputError(
+            f"'{folder}' holds no tokenizer; export it with one (export_decoder(..., tokenizer=)), or use "
+            "DecoderSession with token ids"
+        )
     try:
         from transformers import AutoTokenizer
     except ImportError as e:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -92,10 +93,15 @@ def _print_found(model: nn.Module, blocks: Blocks) -> None:
         out.print(table)
         out.print(LEGEND)
     if blocks.skipped:
-        refused = grid("refused", "class", "reason")
+        refused = grid("refused", "class", "parts", "reason")
         for skipped in blocks.skipped:
-            refused.add_row(*map(Text, (skipped.name, skipped.kind, skipped.reason)))
+            refused.add_row(
+                *map(Text, (skipped.name, skipped.kind, ", ".join(skipped.parts) or "none", skipped.reason))
+            )
         out.print(refused)
+        branches = Counter(part for skipped in blocks.skipped for part in skipped.parts)
+        for part, count in branches.items():
+            out.print(f"--parts {part} routes that branch of {count} of the {len(blocks.skipped)} refused blocks")
     total, inside = parameters(model), sum(parameters(m) for m in {_module(model, b.name) for b in blocks})
     out.print(
         f"{len(blocks)} blocks can be routed, {len(blocks.skipped)} refused; {total:,} parameters, "

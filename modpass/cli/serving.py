@@ -118,7 +118,7 @@ class Serving:
     ) -> None:
         """Write the buckets, compare each with the model, and write the repository."""
         from modpass.exporters import export_buckets
-        from modpass.exporters.buckets import own_folder
+        from modpass.exporters.own_folder import own_folder
         from modpass.exporters.triton import FILE
 
         if self.triton is not None:
