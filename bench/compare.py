@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -71,7 +72,7 @@ def compare(before: Sweep, after: Sweep, by: By = "both") -> Comparison:
         by: judge "ratio", "time" or "both".
 
     Raises:
-        InputError: no row is in both.
+        InputError: no row is in both, or the two are of models that differ in size.
     """
     if by not in get_args(By):
         raise InputError(f"by is {by!r}; it must be one of {', '.join(map(repr, get_args(By)))}")
@@ -80,6 +81,7 @@ def compare(before: Sweep, after: Sweep, by: By = "both") -> Comparison:
     measured = [name for name in common if news[name].status == "measured" and olds[name].status == "measured"]
     if not measured and not any(olds[n].status == "measured" for n in common):
         raise InputError(f"no measured row is in both benchmarks; before: {', '.join(olds)}; now: {', '.join(news)}")
+    _refuse_other_models(before, after)
     note = _other_machine(before.results[0], after.results[0])
     changes = [c for name in measured for c in _changes(name, olds[name], news[name], by, times=note is None)]
     lost = tuple(n for n in common if olds[n].status == "measured" and n not in measured)
@@ -109,6 +111,19 @@ def comparison_table(comparison: Comparison, share: float | None) -> Table:
 
 def _rows(results: Iterable[Result]) -> dict[str, Row]:
     return {f"{key(r.case)} {row.runner}": row for r in results for row in r.rows if row.status != "skipped"}
+
+
+def _refuse_other_models(before: Sweep, after: Sweep) -> None:
+    """Rows are matched by their case, which says nothing of the model; its dense operations do."""
+    news = {key(r.case): r for r in after.results}
+    for old in before.results:
+        new = news.get(key(old.case))
+        if new is not None and not math.isclose(old.dense_flops.total, new.dense_flops.total, rel_tol=0.01):
+            raise InputError(
+                f"'{old.name}' before and '{new.name}' now are not the same model: dense, {key(old.case)} takes "
+                f"{old.dense_flops.total:.4g} operations before and {new.dense_flops.total:.4g} now; compare with a "
+                "benchmark of the same model"
+            )
 
 
 def _other_machine(old: Result, new: Result) -> str | None:

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from modpass.bench.figures import pictures
-from modpass.bench.judge import Verdict
+from modpass.bench.judge import Bound
 from modpass.bench.sweep import Sweep
 from modpass.bench.sweep_report import HEADINGS, LEGEND, facts, machine, row_cells, sweep_title
 from modpass.errors import require
@@ -16,7 +16,7 @@ from modpass.errors import require
 __all__ = ["html_page"]
 
 
-def html_page(sweep: Sweep, verdicts: Sequence[Verdict] = ()) -> str:
+def html_page(sweep: Sweep, bounds: Sequence[Bound] = ()) -> str:
     """The whole report: rows, figures, the machine, and the bounds where they were judged.
 
     Raises:
@@ -33,7 +33,7 @@ def html_page(sweep: Sweep, verdicts: Sequence[Verdict] = ()) -> str:
         legend=LEGEND,
         rows=[{"cells": cells, "peer": peer} for cells, peer in row_cells(sweep)],
         failures=sweep.failures,
-        verdicts=verdicts,
+        bounds=bounds,
         pictures=pictures(sweep),
         facts=facts(sweep),
         command=sweep.results[-1].command,

@@ -13,7 +13,7 @@ from modpass.bench.result import Result, Row
 from modpass.bench.sweep import Sweep, key
 from modpass.bench.timing import Ratio
 
-__all__ = ["EFFICIENCY", "OVERHEAD", "PLAIN", "Verdict", "judge", "verdict_table"]
+__all__ = ["EFFICIENCY", "OVERHEAD", "PLAIN", "Bound", "bound_table", "judge"]
 
 EFFICIENCY = 0.97  # at least, of the ratio of counted operations
 OVERHEAD = 0.02  # at most, that routing every token costs over dense
@@ -21,7 +21,7 @@ PLAIN = "torch.onnx.export"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Bound:
     """One bound on one row: what was asked, what was found with its quartiles, and whether it holds."""
 
     row: str
@@ -30,7 +30,7 @@ class Verdict:
     passed: bool
 
 
-def judge(sweep: Sweep) -> list[Verdict]:
+def judge(sweep: Sweep) -> list[Bound]:
     """Every bound that the rows of a sweep can be held against.
 
     Routed: at least 97 % of the ideal speed-up; where every token is routed, at most 2 % over dense. Dense: at
@@ -39,40 +39,40 @@ def judge(sweep: Sweep) -> list[Verdict]:
     >>> judge(Sweep(()))
     []
     """
-    return [v for result in sweep.results for row in result.rows if row.ratio for v in _verdicts(result, row)]
+    return [v for result in sweep.results for row in result.rows if row.ratio for v in _bounds(result, row)]
 
 
-def verdict_table(verdicts: Iterable[Verdict]) -> Table:
-    """The verdicts as a table."""
+def bound_table(bounds: Iterable[Bound]) -> Table:
+    """The bounds as a table."""
     grid = Table(title="bounds", title_justify="left", box=SIMPLE_HEAD)
     for heading in ("", "row", "bound", "found (medians, quartiles)"):
         grid.add_column(heading, overflow="fold")
-    for v in verdicts:
+    for v in bounds:
         grid.add_row(*map(Text, ("pass" if v.passed else "FAIL", v.row, v.asked, v.found)))
     return grid
 
 
-def _verdicts(result: Result, row: Row) -> Iterable[Verdict]:
+def _bounds(result: Result, row: Row) -> Iterable[Bound]:
     name = f"{key(result.case)} {row.runner}"
     ratio = row.ratio
     assert ratio is not None
     if result.case.capacity == 1.0:
         cost = 1 / ratio.value - 1
         found = f"{cost:+.1%} [{1 / ratio.q3 - 1:+.1%}, {1 / ratio.q1 - 1:+.1%}]"
-        yield Verdict(name, f"routing every token costs at most {OVERHEAD:.0%}", found, cost <= OVERHEAD)
+        yield Bound(name, f"routing every token costs at most {OVERHEAD:.0%}", found, cost <= OVERHEAD)
     else:
         share = ratio.value / result.ideal
         quartiles = f"[{ratio.q1 / result.ideal:.1%}, {ratio.q3 / result.ideal:.1%}]"
         found = f"{share:.1%} {quartiles}: {ratio.value:.3f}× of {result.ideal:.3f}×"
-        yield Verdict(name, f"efficiency at least {EFFICIENCY:.0%}", found, share >= EFFICIENCY)
+        yield Bound(name, f"efficiency at least {EFFICIENCY:.0%}", found, share >= EFFICIENCY)
     for peer in row.peers:
         if peer.name == PLAIN:
             over = row.over(peer)
             asked = f"dense at least as fast as {PLAIN}"
             if over is None:
-                yield Verdict(name, asked, f"not measured: {peer.reason}", False)
+                yield Bound(name, asked, f"not measured: {peer.reason}", False)
             else:
-                yield Verdict(name, asked, _equal_or_faster(over), over.value >= 1 or over.q3 >= 1)
+                yield Bound(name, asked, _equal_or_faster(over), over.value >= 1 or over.q3 >= 1)
 
 
 def _equal_or_faster(over: Ratio) -> str:

@@ -1,14 +1,11 @@
 """A sequence beyond TensorRT's TopK: export, compare with PyTorch in ONNX Runtime, build an engine.
 
-``python -m modpass.bench.long [SEQUENCE]`` prints a table; 65,536 tokens, its default, need 3 GB of memory.
+``modpass study long [SEQUENCE]`` prints a table; 65,536 tokens, its default, need 3 GB of memory.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
@@ -17,11 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 import modpass
-from modpass.bench.script import exit_code
 from modpass.bench.study_model import StudyDecoder
 from modpass.exporters import FixedShape, VerificationReport, build_engine, export_onnx, verify
 
-__all__ = ["LongRow", "long_model", "main", "measure_long"]
+__all__ = ["SEQUENCE", "LongRow", "long_model", "measure_long"]
 
 T = TypeVar("T")
 SEQUENCE, CAPACITY, BLOCKS, WIDTH = 65_536, 0.125, 2, 64
@@ -83,18 +79,18 @@ def long_model() -> modpass.RoutedModel:
     return routed
 
 
-def measure_long(sequence: int, folder: Path, tell: Callable[[str], Any] = print) -> LongRow:
+def measure_long(sequence: int, folder: Path, tell: Callable[[str, int, int], Any] = lambda *_: None) -> LongRow:
     """Export ``long_model`` at ``sequence`` tokens into ``folder``, verify it and build its TensorRT-RTX engine.
 
     Raises:
         ModpassError: a step failed, or ONNX Runtime computes something else.
     """
     model, path, engine = long_model(), folder / "long.onnx", folder / "long.engine"
-    tell("exporting")
+    tell("exporting", 0, 3)
     manifest, export = _timed(lambda: export_onnx(model, path, FixedShape(1, sequence)))
-    tell("comparing with PyTorch")
+    tell("comparing with PyTorch", 1, 3)
     parity = verify(model, path).check()
-    tell("building an engine")
+    tell("building an engine", 2, 3)
     built, build = _timed(lambda: build_engine(path, engine, progress=False))
     first = next(iter(manifest.routed_blocks.values()))
     capturable = b"stream_capturable=1" in engine.read_bytes()
@@ -106,20 +102,3 @@ def _timed(work: Callable[[], T]) -> tuple[T, Seconds]:
     wall, cpu = perf_counter(), process_time()
     made = work()
     return made, Seconds(perf_counter() - wall, process_time() - cpu)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; returns the exit code."""
-    parser = argparse.ArgumentParser("python -m modpass.bench.long", description=__doc__)
-    parser.add_argument("sequence", nargs="?", type=int, default=SEQUENCE, help="tokens")
-    sequence = parser.parse_args(arguments).sequence
-
-    def work() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            print(measure_long(sequence, Path(folder), lambda step: print(step, file=sys.stderr)))
-
-    return exit_code(work)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,12 +1,10 @@
 """One routed model in several precisions: size, error, agreement, and speed in turn, in ONNX Runtime on the CPU.
 
-``python -m modpass.bench.precision [MODEL]`` prints a table; the reference is the float32 file.
+``modpass study precision [MODEL]`` prints a table; the reference is the float32 file.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +20,14 @@ import torch
 
 import modpass
 from modpass.bench.models import BUNDLED, load_bundled, load_tokenizer
-from modpass.bench.script import exit_code
 from modpass.exporters import FixedShape
+from modpass.exporters.conversion import as_onnx
 from modpass.exporters.draws import drawn, draws
-from modpass.exporters.onnx import as_onnx
 from modpass.exporters.onnx_session import open_session
 from modpass.exporters.precision import to_precision
 from modpass.exporters.quantise import quantise
 
-__all__ = ["PRECISIONS", "PrecisionRow", "main", "measure_precisions", "table"]
+__all__ = ["PRECISIONS", "PrecisionRow", "measure_bundled", "measure_precisions", "table"]
 
 Array = np.ndarray[Any, Any]
 
@@ -150,26 +147,27 @@ def table(rows: Sequence[PrecisionRow]) -> str:
     return "\n".join([head, "|---" * 7 + "|", *lines])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure a bundled model on modpass's own source text and print the table; returns the exit code."""
-    parser = argparse.ArgumentParser("python -m modpass.bench.precision", description=__doc__)
-    parser.add_argument("model", nargs="?", default="smollm2-135m", choices=sorted(BUNDLED))
-    parser.add_argument("--sequence", type=int, default=256, help="tokens")
-    parser.add_argument("--capacity", type=float, default=0.125, help="of each routed block")
-    parser.add_argument("--dense", action="store_true", help="route nothing: the error of the precision alone")
-    parser.add_argument("--rounds", type=int, default=5, help="of the timing")
-    given = parser.parse_args(arguments)
+def measure_bundled(
+    name: str, *, sequence: int = 256, capacity: float = 0.125, dense: bool = False, rounds: int = 5
+) -> list[PrecisionRow]:
+    """The rows of a bundled model on modpass's own source text, routed by routers that were never trained.
+
+    Args:
+        name: of a bundled model; where it reads no text, its inputs are drawn.
+        sequence: in tokens.
+        capacity: of each routed block.
+        dense: route nothing, which shows the error of the precision alone.
+        rounds: of the timing.
+
+    Raises:
+        ModpassError: there is no such model, or a size does not fit it.
+    """
+    model = load_bundled(name)
     torch.manual_seed(0)
-
-    def work() -> None:
-        model = load_bundled(given.model)
-        routed = modpass.trace(model) if given.dense else modpass.mod_transform(model, given.capacity, gate="unit")
-        shape = FixedShape(1, given.sequence)
-        with tempfile.TemporaryDirectory() as folder:
-            inputs = _text(given.model, given.sequence)
-            print(table(measure_precisions(routed, shape, Path(folder), inputs=inputs, rounds=given.rounds)))
-
-    return exit_code(work)
+    routed = modpass.trace(model) if dense else modpass.mod_transform(model, capacity, gate="unit")
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = _text(name, sequence)
+        return measure_precisions(routed, FixedShape(1, sequence), Path(folder), inputs=inputs, rounds=rounds)
 
 
 def _text(model: str, sequence: int) -> dict[str, Array]:
@@ -179,7 +177,3 @@ def _text(model: str, sequence: int) -> dict[str, Array]:
     source = Path(str(modpass.__file__)).with_name("functional.py").read_text(encoding="utf-8")
     ids = load_tokenizer(model)(source)["input_ids"][:sequence]
     return {"input_ids": np.array([ids], np.int64)}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from modpass.bench.cases import Case
 from modpass.bench.flops import FlopCount
 from modpass.bench.hardware import Hardware
 from modpass.bench.timing import Ratio, Timing, ratio
-from modpass.errors import StateError
+from modpass.errors import InputError, StateError
 
 __all__ = ["SCHEMA", "Measurement", "Peer", "Result", "Row"]
 
@@ -144,7 +145,7 @@ class Result:
             raise StateError(f"this benchmark has schema {schema!r}, and {SCHEMA} is read here; run it again")
         try:
             return _result(raw)
-        except (TypeError, LookupError, AttributeError) as e:
+        except (TypeError, LookupError, AttributeError, ValueError, InputError) as e:
             raise StateError(f"this benchmark misses a field or has a wrong one: {e}") from e
 
 
@@ -165,10 +166,18 @@ def _result(raw: dict[str, Any]) -> Result:
 def _row(raw: dict[str, Any]) -> Row:
     dense, routed = (_measurement(raw[variant]) for variant in ("dense", "routed"))
     peers = (Peer(p["name"], _measurement(p["measurement"]), p["reason"]) for p in raw.get("peers", ()))
+    if raw["status"] == "measured":
+        if dense is None or routed is None:
+            raise ValueError(f"the row of '{raw['runner']}' is measured and has no times")
+        if len(dense.timing.samples) != len(routed.timing.samples):
+            raise ValueError(f"the row of '{raw['runner']}' has more times of one variant than of the other")
     return Row(raw["runner"], raw["status"], dense, routed, raw["reason"], tuple(peers))
 
 
 def _measurement(raw: dict[str, Any] | None) -> Measurement | None:
     if raw is None:
         return None
-    return Measurement(Timing(tuple(raw["timing"]["samples"])), raw["peak_bytes"], raw.get("blocks", {}))
+    samples = tuple(raw["timing"]["samples"])
+    if not samples or not all(isinstance(s, int | float) and 0 < s < math.inf for s in samples):
+        raise ValueError(f"times are seconds above 0, and these are {list(samples)[:3]}")
+    return Measurement(Timing(samples), raw["peak_bytes"], raw.get("blocks", {}))

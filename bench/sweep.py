@@ -159,9 +159,12 @@ class _Store:
         if not path.is_file():
             return None
         try:
-            return Result.from_json(path.read_text(encoding="utf-8"))
-        except StateError as e:
+            found = Result.from_json(path.read_text(encoding="utf-8"))
+        except (StateError, UnicodeDecodeError) as e:
             raise StateError(f"'{path}' cannot be taken over: {e}; remove it, or give --fresh") from e
+        if (own := key(found.case)) != key(case):
+            raise StateError(f"'{path}' cannot be taken over: it holds the case {own}; remove it, or give --fresh")
+        return found
 
     def keeper(self, case: Case, before: Result | None) -> Callable[[Result], None]:
         """What writes a result, beside rows of runners that are not asked for this time."""

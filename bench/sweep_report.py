@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from modpass.bench.judge import Verdict
+from modpass.bench.judge import Bound
 from modpass.bench.report import markdown_grid, mebibytes
 from modpass.bench.result import Measurement, Result, Row
 from modpass.bench.sweep import SWEPT, Sweep, key
@@ -140,7 +140,7 @@ def sweep_markdown(sweep: Sweep) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def write_sweep(sweep: Sweep, folder: Path, name: str, verdicts: Sequence[Verdict] = ()) -> tuple[Path, ...]:
+def write_sweep(sweep: Sweep, folder: Path, name: str, bounds: Sequence[Bound] = ()) -> tuple[Path, ...]:
     """Write ``name`` with ``.json``, ``.md`` and ``.html`` into ``folder``; return the three.
 
     Each file is written whole or not at all.
@@ -151,7 +151,7 @@ def write_sweep(sweep: Sweep, folder: Path, name: str, verdicts: Sequence[Verdic
     """
     from modpass.bench.html import html_page
 
-    pages = {"json": sweep.to_json(), "md": sweep_markdown(sweep), "html": html_page(sweep, verdicts)}
+    pages = {"json": sweep.to_json(), "md": sweep_markdown(sweep), "html": html_page(sweep, bounds)}
     for suffix, text in pages.items():
         with whole_file(folder / f"{name}.{suffix}") as temporary:
             temporary.write_text(text, encoding="utf-8")

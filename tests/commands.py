@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from modpass.cli import main
 from modpass.errors import ModpassError
 from tests.bench_decoder import Decoder
+from tests.test_alone import Windowed, example, stack
 from tests.zoo import make
 
 DECODER = "tests.bench_decoder:decoder"
@@ -45,6 +46,10 @@ def biased() -> tuple[nn.Module, dict[str, Tensor]]:
 
 def broken() -> nn.Module:
     raise ZeroDivisionError("no such\nnumber")
+
+
+def windowed() -> tuple[nn.Module, tuple[Tensor]]:
+    return stack(Windowed), example()
 
 
 def interrupted() -> nn.Module:

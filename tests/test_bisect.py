@@ -16,8 +16,9 @@ from torch import Tensor, nn
 import modpass
 from modpass.bisect import TOPK_LIMIT, bisect_select, kth_largest
 from modpass.exporters import FixedShape, build_engine, export_onnx, verify
+from modpass.exporters.conversion import as_onnx
+from modpass.exporters.lowering import lower
 from modpass.exporters.manifest import Manifest, manifest_path
-from modpass.exporters.onnx import as_onnx, lower
 from modpass.exporters.onnx_session import open_session
 from modpass.functional import rank_scores, select
 

@@ -45,6 +45,12 @@ def test_inspect_gives_the_reason_of_each_refusal(capsys: Capture) -> None:
     assert "layers.0" in out
 
 
+def test_inspect_gives_the_branch_of_a_refused_block_that_can_be_routed(capsys: Capture) -> None:
+    out, _ = run(capsys, "inspect", "tests.commands:windowed")
+    assert [row[:3] for row in rows(out, "0 ") if len(row) > 1] == [["0", "Windowed", "mlp"]]
+    assert "--parts mlp routes that branch of 3 of the 3 refused blocks" in out
+
+
 def test_inspect_shows_the_routing_of_a_saved_model(saved: Path, capsys: Capture) -> None:
     out, _ = run(capsys, "inspect", saved, "--factory", DECODER)
     assert rows(out, "layers.") == [[f"layers.{i}", "0.25", "linear", "expert_choice", "block", "32"] for i in (1, 3)]
@@ -149,6 +155,7 @@ def test_bench_fails_where_nothing_could_run(capsys: Capture) -> None:
     assert err == "modpass: no runner could run here, see the table\n"
 
 
+@pytest.mark.slow
 def test_a_hugging_face_folder_goes_all_the_way(tmp_path: Path, capsys: Capture) -> None:
     make("llama").save_pretrained(tmp_path / "llama")  # type: ignore[operator]
     run(capsys, "transform", tmp_path / "llama", tmp_path / "routed", "--capacity", 0.5)

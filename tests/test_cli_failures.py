@@ -161,6 +161,12 @@ def test_an_unexpected_error_is_one_line_until_debug(capsys: Capture) -> None:
     assert found == f"modpass: unexpected error: {error} {hint}\n"
 
 
+def test_a_file_that_the_system_refuses_is_named_with_what_to_check(capsys: Capture) -> None:
+    found = fails(capsys, 1, "export-decoder", DECODER, "m" * 300)
+    assert found.startswith("modpass: 'mmm")
+    assert found.endswith("m' cannot be written or read: File name too long; check its name, rights and free space\n")
+
+
 @pytest.mark.parametrize("place", [0, 2])
 def test_debug_shows_the_traceback_wherever_it_stands(place: int, capsys: Capture) -> None:
     for name, last in (

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from modpass.bench.long import main, measure_long
+from modpass.bench.long import measure_long
+from modpass.cli import app
 
 
 @pytest.mark.slow
@@ -21,6 +23,15 @@ def test_65536_tokens_export_agree_with_torch_and_build(tmp_path: Path) -> None:
     assert "| equal token choices | 100.00% |" in str(row)
 
 
-def test_a_sequence_of_no_tokens_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["0"]) == 1
-    assert "sequence" in capsys.readouterr().err
+def test_the_command_prints_the_table() -> None:
+    pytest.importorskip("tensorrt_rtx", reason="pip install 'modpass[tensorrt-rtx]'")
+    found = CliRunner().invoke(app, ["study", "long", "64"])
+    assert found.exit_code == 0, found.output
+    assert "| tokens, of them chosen in each block | 64, 8 |" in found.output
+    assert "| selector | topk |" in found.output
+
+
+def test_a_sequence_of_no_tokens_is_refused() -> None:
+    found = CliRunner().invoke(app, ["study", "long", "0"])
+    assert found.exit_code == 2
+    assert "SEQUENCE" in found.output

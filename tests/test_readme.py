@@ -55,4 +55,4 @@ def test_the_measured_table_names_the_command_that_prints_it() -> None:
     before, _, rest = TEXT.partition("<!-- table -->")
     command = re.findall(r"`(modpass bench [^`]*)`", before)[-1]
     assert CliRunner().invoke(app, [*shlex.split(command)[1:], "--help"]).exit_code == 0
-    assert re.search(r"ONNX Runtime CPU \| \d+ .* \d+ %", rest.partition("<!-- end -->")[0])
+    assert re.search(r"ONNX Runtime CPU \| \d+, \d+ \| .* \d+ %", rest.partition("<!-- end -->")[0])

@@ -13,6 +13,7 @@ import pytest
 from modpass.bench import Case, Plan, Result, Row, Source, Sweep, read_results, run_sweep
 from modpass.bench.compare import compare
 from modpass.bench.judge import judge
+from modpass.bench.sweep import key
 from modpass.bench.sweep_report import sweep_markdown
 from modpass.errors import InputError, StateError
 from tests.bench_decoder import Counting
@@ -115,6 +116,16 @@ class TestResume:
         with pytest.raises(StateError, match=f"{name}.*--fresh"):
             sweep()
 
+    def test_bytes_that_are_no_text_and_rows_of_another_case_are_refused(self, sweep: Any, tmp_path: Path) -> None:
+        sweep()
+        first, second = (tmp_path / "cells" / f"{key(c)}.json" for c in CASES[:2])
+        second.write_bytes(first.read_bytes())
+        with pytest.raises(StateError, match=r"s64.* cannot be taken over: it holds the case b1-s32.*--fresh"):
+            sweep()
+        first.write_bytes(b"\xff\xfe")
+        with pytest.raises(StateError, match=r"s32.* cannot be taken over: 'utf-8' codec.*--fresh"):
+            sweep()
+
     def test_one_case_that_cannot_run_does_not_cost_the_others(self, sweep: Any) -> None:
         found, _ = sweep(Fake((64, "a"), InputError("too long")))
         assert [r.case.sequence for r in found.results] == [32, 128]
@@ -142,6 +153,27 @@ class TestFiles:
         (tmp_path / "s.json").write_text(text)
         with pytest.raises((InputError, StateError), match=message):
             read_results(tmp_path / "s.json")
+
+    @pytest.mark.parametrize(
+        ("path", "value", "message"),
+        [
+            (("rows", 0, "dense"), None, "the row of 'onnxruntime' is measured and has no times"),
+            (("rows", 0, "dense", "timing", "samples"), [1.0], "has more times of one variant than of the other"),
+            (("rows", 0, "dense", "timing", "samples"), [], r"times are seconds above 0, and these are \[\]"),
+            (("rows", 0, "dense", "timing", "samples"), [0.0, 1, 1], "times are seconds above 0"),
+            (("rows", 0, "dense", "timing", "samples"), ["1"], "times are seconds above 0"),
+            (("case", "batch"), 0, "batch is 0; it must be at least 1"),
+        ],
+    )
+    def test_figures_that_no_measurement_gives_are_refused(
+        self, path: tuple[Any, ...], value: Any, message: str
+    ) -> None:
+        raw = place = json.loads(example().results[0].to_json())
+        for step in path[:-1]:
+            place = place[step]
+        place[path[-1]] = value
+        with pytest.raises(StateError, match=f"misses a field or has a wrong one: .*{message}"):
+            Result.from_dict(raw)
 
     def test_the_markdown_holds_peers_and_failures(self) -> None:
         text = sweep_markdown(example())
@@ -184,6 +216,10 @@ class TestCompare:
     def test_benchmarks_of_other_cases_are_refused(self) -> None:
         with pytest.raises(InputError, match="no measured row is in both benchmarks; before: b1-s32"):
             compare(self.sweep(0.8, 0.4), Sweep((result(CASES[1], measured([1.0], [1.0])),)))
+
+    def test_a_benchmark_of_another_model_is_refused(self) -> None:
+        with pytest.raises(InputError, match=r"'own' before and 'own' now are not the same model: dense, b1-s32"):
+            compare(self.sweep(0.8, 0.4), self.sweep(0.8, 0.4, ideal=3.0))
 
     def test_noise_is_told(self) -> None:
         changes = compare(example(), example()).changes
