@@ -12,7 +12,7 @@ from torch import Tensor
 from modpass import RoutedModel
 from modpass.bench.adapt_setup import Run, next_token_loss
 from modpass.bench.adapt_text import Text
-from modpass.training import Picked, PickStep, block_costs, log_change, pick_blocks, skipped
+from modpass.training import Picked, PickStep, block_costs, loss_sensitivity, pick_blocks, skipped
 from modpass.training.fit import fit_routers
 from modpass.training.together import at_capacities
 
@@ -32,10 +32,10 @@ def calibration_rows(texts: Sequence[Text], run: Run) -> tuple[list[Tensor], lis
 
 
 def fitted(model: RoutedModel, texts: Sequence[Text], run: Run) -> dict[str, Tensor]:
-    """The router of each block, fitted to how much it changes each token."""
+    """The router of each block, fitted to how much the loss depends on what it adds to each token."""
     fit, compared = calibration_rows(texts, run)
     with at_capacities(model, dict.fromkeys(model.routed_blocks, run.capacity)):
-        fit_routers(model, fit, log_change, held_out=compared)
+        fit_routers(model, fit, loss_sensitivity, held_out=compared, loss=next_token_loss)
     return {n: b.router.weight.detach().clone() for n, b in model.routed_blocks.items()}
 
 

@@ -44,9 +44,9 @@ class Run:
     """
 
     sequence: int = 256
-    calibration_rows: int = 16
-    compared_rows: int = 4
-    held_out_rows: int = 8
+    calibration_rows: int = 32
+    compared_rows: int = 8
+    held_out_rows: int = 16
     batch: int = 4
     capacity: float = 0.33
     capacities: tuple[float, ...] = (0.5, 0.25, 0.1)

@@ -64,7 +64,7 @@ def plain_fit(model: nn.Module, path: str, batches: list[Tensor], score: Any) ->
         xs += x.tolist()
         ts += [(f - edge) / np.std(found, ddof=1) for f in found]
     x, t = np.array(xs), np.array(ts)
-    ridge = 1e-4 * (x**2).sum() / x.shape[1]
+    ridge = 1e-3 * (x**2).sum() / x.shape[1]
     x = np.concatenate([x, ridge**0.5 * np.eye(x.shape[1])])
     return np.linalg.lstsq(x, np.concatenate([t, np.zeros(x.shape[1])]), rcond=None)[0]
 

@@ -12,6 +12,7 @@ from modpass.training.scores import (
     first_token_orthogonality,
     hidden_norm,
     log_change,
+    loss_sensitivity,
     relative_change,
 )
 from modpass.training.stats import BlockStats, routing_stats, scalars
@@ -37,6 +38,7 @@ __all__ = [
     "hidden_losses",
     "hidden_norm",
     "log_change",
+    "loss_sensitivity",
     "pick_blocks",
     "relative_change",
     "routers_only",

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from modpass.errors import InputError
 from modpass.record import evaluated
 from modpass.training.cost import counted
-from modpass.training.fit import Score, call, fit_routers
+from modpass.training.fit import fit_routers
 from modpass.training.losses import routed_blocks
-from modpass.training.measure import Loss, block_costs
-from modpass.training.scores import relative_change
+from modpass.training.measure import block_costs
+from modpass.training.scores import Score, relative_change
+from modpass.training.stream import Loss, call
 
 __all__ = ["BlockCalibration", "Calibration", "calibrate", "check_budget", "listed", "pick"]
 
@@ -73,7 +74,8 @@ def calibrate(
         model: a routed model; with ``gate="unit"`` chosen tokens are computed as the dense model does.
         batches: what it is called with: dicts, tuples or single tensors.
         score: from the stream before and after a block, ``[B, S, D]`` each, to ``[B, S]``; ``modpass.training`` has
-            ``relative_change``, ``cosine_change``, ``hidden_norm`` and ``first_token_orthogonality``.
+            ``relative_change``, ``log_change``, ``cosine_change``, ``hidden_norm`` and ``first_token_orthogonality``.
+            One that takes a third argument (``loss_sensitivity``) gets the gradient of ``loss`` after the block.
         loss: of ``(output, batch)``; a block's cost is what it rises by. None: the relative squared change of
             the model's first output.
         budget: pick blocks, those that cost least for what they save first, until the operations are this share of
@@ -85,7 +87,8 @@ def calibrate(
             router has as many weights as the stream is wide, so that it looks good on fewer tokens than those.
 
     Raises:
-        InputError: there are no batches, or routing every block does not reach the budget.
+        InputError: there are no batches, a score takes a gradient and the loss has none, or routing every block does
+            not reach the budget.
 
     >>> from modpass.decode.example import tiny_decoder
     >>> found = calibrate(tiny_decoder(True), [torch.arange(10).reshape(1, 10)])
@@ -97,7 +100,7 @@ def calibrate(
     inner = getattr(model, "_orig_mod", model)
     # what was compiled runs past hooks that come later
     with evaluated(model), torch.compiler.set_stance("force_eager"):
-        agreements = fit_routers(inner, given, score, first_token, others)
+        agreements = fit_routers(inner, given, score, first_token, others, loss)
         costs = block_costs(inner, others, loss)
         total, flops = counted(inner, partial(call, inner, given[0]))
     found = {n: BlockCalibration(agreements[n], costs[n], flops[n]) for n in blocks}

@@ -6,7 +6,6 @@ Shapes: B batch, S sequence, k tokens taken, D width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,25 +15,13 @@ from torch import Tensor, nn
 from modpass.errors import InputError
 from modpass.functional import rank_scores, select, slots
 from modpass.routing import RoutedBlock
-from modpass.training.distill import dense_mode
 from modpass.training.losses import routed_blocks
+from modpass.training.scores import Score, takes_gradient
+from modpass.training.stream import Loss, Seen, watch
 
-__all__ = ["Score", "call", "fit_routers"]
+__all__ = ["fit_routers"]
 
-Score = Callable[[Tensor, Tensor], Tensor]
-
-RIDGE = 1e-4  # of the mean square of the stream: keeps the fit sound where dims repeat one another
-
-
-def call(model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch: a dict is keyword arguments, a tuple or list positional ones.
-
-    >>> call(nn.Identity(), (1,))
-    1
-    """
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+RIDGE = 1e-3  # of the mean square of the stream: keeps the fit sound where dims repeat one another
 
 
 @torch.no_grad()
@@ -44,34 +31,37 @@ def fit_routers(
     score: Score,
     first_token: bool = True,
     held_out: list[Any] | None = None,
+    loss: Loss | None = None,
 ) -> dict[str, float]:
     """Fit every router; returns, by block, the share of the k truly largest tokens of each row that it takes.
 
     first_token: that of each row counts as the one with the largest score, where there is a slot beside it.
-    held_out: what that share is measured on; None: the same batches.
+    held_out: what that share is measured on; None: the same batches. loss: of ``(output, batch)``, for a score that
+    takes its gradient.
+
+    Raises:
+        InputError: the score takes a gradient and there is no loss, or none that has one.
 
     >>> from modpass.decode.example import tiny_decoder
     >>> from modpass.training.scores import hidden_norm
     >>> list(fit_routers(tiny_decoder(True), [torch.arange(10).reshape(1, 10)], hidden_norm))
     ['blocks.1']
     """
-    fits = {name: _Fit(block, score, first_token) for name, block in routed_blocks(model).items()}
-    _watch(model, batches, fits, _Fit.add)
+    if takes_gradient(score) and loss is None:
+        raise InputError("the score takes the gradient of a loss, and there is none; give loss=, of (output, batch)")
+    slope = loss if takes_gradient(score) else None
+    fits = {block: _Fit(block, score, first_token) for block in routed_blocks(model).values()}
+    watch(model, batches, partial(_each_row, fits, _Fit.add), slope)
     for fit in fits.values():
         fit.solve()
-    _watch(model, batches if held_out is None else held_out, fits, _Fit.compare)
-    return {name: fit.taken / fit.wanted if fit.wanted else 1.0 for name, fit in fits.items()}
+    watch(model, batches if held_out is None else held_out, partial(_each_row, fits, _Fit.compare), slope)
+    return {fit.block.name: fit.taken / fit.wanted if fit.wanted else 1.0 for fit in fits.values()}
 
 
-def _watch(
-    model: nn.Module,
-    batches: list[Any],
-    fits: Mapping[str, _Fit],
-    step: Callable[[_Fit, Tensor, Tensor, int], None],
-) -> None:
-    with dense_mode(model), _hooked(fits, step):
-        for batch in batches:
-            call(model, batch)
+def _each_row(fits: Mapping[RoutedBlock, _Fit], step: Callable[[_Fit, Tensor, Tensor, int], None], seen: Seen) -> None:
+    fit = fits[seen.block]
+    for row in fit.rows(seen):
+        step(fit, *row)
 
 
 class _Fit:
@@ -109,9 +99,11 @@ class _Fit:
         self.taken += int(torch.isin(own, best).sum())
         self.wanted += k
 
-    def rows(self, x_BSD: Tensor, y_BSD: Tensor, keep_BS: Tensor | None) -> Iterator[tuple[Tensor, Tensor, int]]:
+    def rows(self, seen: Seen) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Each row's real tokens, their scores, and how many of them the block takes."""
-        scores_BS, k = self.score(x_BSD, y_BSD), slots(self.capacity, x_BSD.shape[1])
+        x_BSD, keep_BS, k = seen.before, seen.keep, slots(self.capacity, seen.before.shape[1])
+        given = [seen.before, seen.after] + ([] if seen.gradient is None else [seen.gradient])
+        scores_BS = self.score(*given)
         if scores_BS.shape != x_BSD.shape[:2]:
             found, wanted = list(scores_BS.shape), list(x_BSD.shape[:2])
             raise InputError(f"score gave the shape {found} for block '{self.block.name}'; it must be {wanted}")
@@ -122,21 +114,6 @@ class _Fit:
                 found_S[0] = found_S.max()
             if len(found_S):
                 yield row[real], found_S, min(k, len(found_S))
-
-
-@contextmanager
-def _hooked(fits: Mapping[str, _Fit], step: Callable[[_Fit, Tensor, Tensor, int], None]) -> Iterator[None]:
-    def hook(fit: _Fit, block: RoutedBlock, args: tuple[Any, ...], output: Tensor) -> None:
-        before, after = (t.float() if block.seq_dim == 1 else t.float().transpose(0, 1) for t in (args[0], output))
-        for row in fit.rows(before, after, args[1]):
-            step(fit, *row)
-
-    handles = [fit.block.register_forward_hook(partial(hook, fit)) for fit in fits.values()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _centred(target_S: Tensor, k: int) -> Tensor:

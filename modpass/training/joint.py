@@ -18,9 +18,8 @@ from modpass.errors import InputError
 from modpass.record import evaluated
 from modpass.training.calibration import check_budget, listed
 from modpass.training.cost import counted
-from modpass.training.fit import call
 from modpass.training.losses import routed_blocks
-from modpass.training.measure import Loss
+from modpass.training.stream import Loss, call
 from modpass.training.together import Together, at_capacities
 
 __all__ = ["PickStep", "Picked", "pick_blocks"]

@@ -14,12 +14,10 @@ from torch.utils import _pytree as pytree
 from modpass.errors import InputError
 from modpass.routing import RoutedBlock
 from modpass.training.distill import dense_mode
-from modpass.training.fit import call
 from modpass.training.losses import routed_blocks
+from modpass.training.stream import Loss, call
 
-__all__ = ["Loss", "answering", "block_costs", "change_of", "give", "pass_by", "recorded", "skipped"]
-
-Loss = Callable[[Any, Any], Any]
+__all__ = ["answering", "block_costs", "change_of", "give", "pass_by", "recorded", "skipped"]
 
 
 @contextmanager

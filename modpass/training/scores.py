@@ -1,15 +1,54 @@
 """How much a token needs a block, told without training: functions of the stream before and after the block.
 
-Each takes ``x`` and ``y`` ``[B, S, D]`` in float32 and returns ``[B, S]``; larger: the token should go through.
+Each takes ``x`` and ``y`` ``[B, S, D]`` in float32 and returns ``[B, S]``; larger: the token should go through. One
+that takes a third argument gets the gradient of a loss after the block.
 """
 
 from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["cosine_change", "first_token_orthogonality", "hidden_norm", "log_change", "relative_change"]
+__all__ = [
+    "Score",
+    "cosine_change",
+    "first_token_orthogonality",
+    "hidden_norm",
+    "log_change",
+    "loss_sensitivity",
+    "relative_change",
+    "takes_gradient",
+]
+
+Score = Callable[[Tensor, Tensor], Tensor] | Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def takes_gradient(score: Score) -> bool:
+    """Whether a score takes the gradient of a loss as its third argument.
+
+    >>> takes_gradient(loss_sensitivity), takes_gradient(log_change)
+    (True, False)
+    """
+    given = inspect.signature(score).parameters.values()
+    needed = [p for p in given if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(needed) == 3
+
+
+def loss_sensitivity(x_BSD: Tensor, y_BSD: Tensor, gradient_BSD: Tensor) -> Tensor:
+    """How much the loss can change, to first order, where the token passes by: the size of what the block adds
+    times that of the gradient.
+
+    Of it the square root, so that a few huge values do not rule the fit. Source: the first-order criterion of
+    Molchanov et al., arXiv 1611.06440, with the product of sizes in place of the inner product, whose sign is noise.
+
+    >>> loss_sensitivity(torch.zeros(1, 1, 4), torch.ones(1, 1, 4), torch.full((1, 1, 4), 2.0)).item()
+    2.8284270763397217
+    """
+    return (_norm(y_BSD - x_BSD) * _norm(gradient_BSD)).sqrt()
 
 
 def log_change(x_BSD: Tensor, y_BSD: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from modpass.routing import RoutedBlock
 from modpass.training.distill import dense_mode
-from modpass.training.fit import call
 from modpass.training.losses import routed_blocks
-from modpass.training.measure import Loss, answering, change_of, give, pass_by, recorded
+from modpass.training.measure import answering, change_of, give, pass_by, recorded
+from modpass.training.stream import Loss, call
 
 __all__ = ["Together", "at_capacities"]
 
