@@ -6,6 +6,7 @@ Each message says which block, tensor or flag, what was found, what is allowed a
 from __future__ import annotations
 
 import importlib
+import pickle
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ __all__ = [
     "InputError",
     "MissingExtraError",
     "ModpassError",
+    "PickleError",
     "StateError",
     "TraceError",
     "VerificationError",
@@ -69,6 +71,10 @@ class VerificationError(ModpassError):
 
 class StateError(ModpassError):
     """A saved model could not be written or read."""
+
+
+class PickleError(StateError, pickle.PicklingError):
+    """A traced model was pickled."""
 
 
 class MissingExtraError(ModpassError):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from modpass.blocks import Skipped
 from modpass.calling import Call, CallCodeGen
+from modpass.errors import PickleError
 from modpass.rewrite import retarget
 from modpass.routing import RoutedBlock
 
@@ -122,10 +123,17 @@ class RoutedModel(fx.GraphModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RoutedModel:
         """Copy parameters and graph; two copies share nothing but constants of the call."""
+        return self._copied(memo, lambda members: copy.deepcopy(members, memo))
+
+    def __copy__(self) -> RoutedModel:
+        """Another module with the same parameters and submodules, and a graph of its own."""
+        return self._copied({}, dict)
+
+    def _copied(self, memo: dict[int, Any], members: Callable[[dict[str, Any]], dict[str, Any]]) -> RoutedModel:
         fresh = RoutedModel({}, fx.Graph(), self.info)
         memo[id(self)] = fresh
         for slot in ("_parameters", "_buffers", "_modules"):
-            object.__setattr__(fresh, slot, copy.deepcopy(getattr(self, slot), memo))
+            object.__setattr__(fresh, slot, members(getattr(self, slot)))
         fresh._non_persistent_buffers_set = set(self._non_persistent_buffers_set)
         fresh.training = self.training
         graph = fx.Graph()
@@ -134,3 +142,11 @@ class RoutedModel(fx.GraphModule):
         fresh.graph = graph
         fresh.meta = dict(self.meta)
         return fresh
+
+    def __reduce__(self) -> NoReturn:
+        """Say what to save instead: a pickled graph is code, which nobody should have to load."""
+        raise PickleError(
+            "a traced model is not pickled, as its graph is code; save its weights by "
+            "torch.save(model.state_dict(), path), or the model that it can be made from again by "
+            "modpass.save_pretrained(model, folder)"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import modpass
-from modpass.errors import MissingExtraError, StateError
+from modpass.errors import MissingExtraError, ModpassError, StateError
 from tests.zoo import SIZES, ZOO, first, make
 
 Change = Callable[[dict[str, Any]], Any]
@@ -433,3 +434,14 @@ def test_a_tensor_made_of_others_is_refused_before_anything_is_written(tmp_path:
     with pytest.raises(StateError, match="'weight' is a TwoTensor, which a file of plain tensors cannot hold"):
         modpass.save_pretrained(routed, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+def test_a_model_that_is_pickled_says_what_to_save_instead(tmp_path: Path) -> None:
+    model = transform("llama")
+    for save in (lambda: torch.save(model, tmp_path / "model.pt"), lambda: pickle.dumps(nn.Sequential(model))):
+        with pytest.raises(
+            ModpassError, match=r"torch\.save\(model\.state_dict\(\), path\), or .* modpass\.save_pretrained"
+        ):
+            save()
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    model.load_state_dict(torch.load(tmp_path / "weights.pt"))

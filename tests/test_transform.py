@@ -187,6 +187,19 @@ def test_a_deep_copy_computes_the_same_and_shares_nothing(name: str) -> None:
         assert not torch.equal(first(twin(**inputs)), first(routed(**inputs)))
 
 
+def test_a_shallow_copy_is_a_routed_model_on_the_same_weights() -> None:
+    routed = transform("llama", make("llama"), 0.5)
+    inputs = inputs_of("llama", 2, 11)
+    twin = copy.copy(routed)
+    assert list(twin.routed_blocks.items()) == list(routed.routed_blocks.items())
+    assert {n: id(p) for n, p in twin.named_parameters()} == {n: id(p) for n, p in routed.named_parameters()}
+    with torch.no_grad():
+        assert torch.equal(twin(**inputs).logits, routed(**inputs).logits)
+    nodes = len(routed.graph.nodes)
+    twin.graph.create_node("placeholder", "another")
+    assert len(routed.graph.nodes) == nodes
+
+
 @pytest.mark.parametrize("kind", ["program", "decomposed program"])
 def test_an_exported_program_is_transformed_like_its_module(kind: str) -> None:
     model = make("llama")
