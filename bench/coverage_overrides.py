@@ -55,7 +55,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 4,
     },
     # which of timm's, it does not say
-    "timm_backbone": {"backbone": "resnet18"},
+    "timm_backbone": {"backbone": "vit_tiny_patch16_224"},
+    "timm_wrapper": {"architecture": "vit_tiny_patch16_224"},
     # one language must be the default
     "xmod": {"default_language": "en_XX"},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},

@@ -229,7 +229,10 @@ def _reference(subject: _Subject) -> None:
     for block in routed.routed_blocks.values():
         block.capacity, block.gate = CAPACITY, "linear"
     blocks = routed.routed_blocks
-    settings = {n: Setting(CAPACITY, "linear", b.router.weight, b.seq_dim, order=b.order) for n, b in blocks.items()}
+    settings = {
+        n: Setting(CAPACITY, "linear", b.router.weight, b.seq_dim, order=b.order, token_dims=b.token_dims)
+        for n, b in blocks.items()
+    }
     with torch.no_grad():
         dense, found = subject.made.model(**inputs), routed(**inputs)
         if subject.dense is not None:

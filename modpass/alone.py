@@ -10,6 +10,7 @@ from torch import fx
 from modpass.analysis import Analysis, analyse_part, sketch
 from modpass.branches import Branches, Cut, upstream
 from modpass.parts import NAMES
+from modpass.planes import plane_branch
 from modpass.reopen import Reopened, Reopener
 from modpass.sizes import Refusal
 
@@ -19,12 +20,18 @@ __all__ = ["branch_alone"]
 def branch_alone(name: str, nodes: list[fx.Node], kind: str, reopener: Reopener) -> tuple[Analysis, Reopened | None]:
     """The analysis of the one branch of ``kind``, "attention" or "mlp", of the block ``name``, by itself.
 
-    Where the trace fixed its sequence, also its own graph, in which the sequence is free.
+    Where the trace fixed its sequence, or has it in two dims, also its own graph, in which the sequence is free.
 
     Raises:
         Refusal: the block has no such branch, several, or its tokens meet there too.
     """
-    rough = sketch(nodes)
+    try:
+        rough = sketch(nodes)
+    except Refusal:
+        if kind == "mlp" and (branch := plane_branch(nodes)) is not None:
+            reopened = reopener.reopen_plane(name, branch)
+            return reopened.analysis, reopened
+        raise
     branches = Branches(rough)
     found: list[tuple[Cut, tuple[Analysis, Reopened | None]]] = []
     reason = branches.inseparable or f"it has no {NAMES[kind]}, as a residual of its own"

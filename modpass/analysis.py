@@ -5,6 +5,7 @@ Nothing here changes a graph. A region that cannot be routed is a ``Refusal`` wi
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +32,9 @@ __all__ = [
 ]
 
 
+_BROUGHT = Gather(3, 0, True, (1,))
+
+
 @dataclass
 class Analysis:
     """A region that can be routed.
@@ -38,8 +42,9 @@ class Analysis:
     stream, output: the residual stream in and out; seq_dim: its sequence dim; order: for a stream of more than three
     dims (several residual streams side by side), the permutation that puts batch and sequence first. tokens: the
     nodes that depend on the tokens, in order; the rest is hoisted. gathers: how each (consumer, side input) pair
-    follows the chosen tokens; a pair that is absent passes whole. unknown: nodes of operators that only a check on
-    values can tell to keep tokens apart.
+    follows the chosen tokens; a pair that is absent passes whole. others: side inputs ``[B, S, ...]`` that the tokens
+    bring along: what is made of them is of the tokens too. unknown: nodes of operators that only a check on values can
+    tell to keep tokens apart.
     """
 
     stream: fx.Node
@@ -52,6 +57,7 @@ class Analysis:
     gathers: dict[tuple[fx.Node, fx.Node], Gather] = field(default_factory=dict)
     unknown: list[fx.Node] = field(default_factory=list)
     order: tuple[int, ...] | None = None
+    others: tuple[fx.Node, ...] = ()
 
     @property
     def fixed(self) -> bool:
@@ -72,13 +78,22 @@ def analyse(nodes: list[fx.Node]) -> Analysis:
     return _complete(region, _begin(stream, output, sizes, seq_dim))
 
 
-def analyse_part(nodes: list[fx.Node], stream: fx.Node, output: fx.Node, sizes: Sizes, seq_dim: int) -> Analysis:
+def analyse_part(
+    nodes: list[fx.Node],
+    stream: fx.Node,
+    output: fx.Node,
+    sizes: Sizes,
+    seq_dim: int,
+    others: Collection[fx.Node] = (),
+) -> Analysis:
     """Analyse the nodes between two residual values of a block.
+
+    others: values ``[B, S, ...]`` beside the stream that the tokens bring along.
 
     Raises:
         Refusal: with the reason.
     """
-    return _complete(Region(nodes), _begin(stream, output, sizes, seq_dim))
+    return _complete(Region(nodes), replace(_begin(stream, output, sizes, seq_dim), others=tuple(others)))
 
 
 def sketch(nodes: list[fx.Node]) -> Analysis:
@@ -118,7 +133,7 @@ def _complete(region: Region, found: Analysis) -> Analysis:
     if found.fixed:
         return found
     stream, sizes = found.stream, found.sizes
-    found.tokens = region.dependent(stream)
+    found.tokens = region.dependent(stream, *found.others)
     inner = set(found.tokens)
     uniform = region.uniform()
     made = _needed(found.tokens, {n for n in uniform if any(map(sizes.carries, shape_of(value_of(n))))}, uniform)
@@ -145,7 +160,7 @@ def _check_node(node: fx.Node, inner: set[fx.Node], found: Analysis) -> None:
     elif reason:
         raise Refusal(f"{reason} (node {node.name})")
     for side in _sides(node, inner, found.stream):
-        gather = gather_of(node, side, sizes)
+        gather = _BROUGHT if side in found.others else gather_of(node, side, sizes)
         if gather is not None:
             found.gathers[node, side] = gather
 

@@ -55,7 +55,7 @@ class Examiner:
     def _inputs(self, block: Block, reopened: Reopened) -> list[Any]:
         if block.branch is None:
             return self.reopener.inputs(block.name)
-        return [self._whole()[n] for n in reopened.outer.values()]
+        return reopened.given(self._whole())
 
     def _whole(self) -> dict[fx.Node, Any]:
         if self.values is None:

@@ -12,6 +12,7 @@ from modpass.blocks import Block
 from modpass.dropout import switch_dropout
 from modpass.padding_mask import PaddingMask
 from modpass.parts import Parts, cut_out, find_cut
+from modpass.planes import Plane
 from modpass.rewrite import Body, outline, replace_call, splice
 from modpass.routing import RoutedBlock
 from modpass.symbols import value_of
@@ -26,6 +27,7 @@ class Plan:
     name: str
     analysis: Analysis
     body: Body
+    plane: Plane | None = None
 
 
 def install_blocks(
@@ -52,10 +54,10 @@ def _plan(graph_module: fx.GraphModule, block: Block, parts: Parts, moved: dict[
         analysis = cut_out(analysis, find_cut(analysis, parts))
     if block.reopened is not None:
         old = block.replaced
-        env = splice(graph_module, block.name, old, block.reopened, moved)
+        env, moved[old] = splice(graph_module, block.name, old, block.reopened, moved)
         analysis = _translate(analysis, env)
-        moved[old] = env[block.analysis.output]
-    return Plan(block.name, analysis, outline(block.name, analysis))
+    plane = None if block.reopened is None else block.reopened.plane
+    return Plan(block.name, analysis, outline(block.name, analysis), plane)
 
 
 def _translate(analysis: Analysis, env: Mapping[fx.Node, fx.Node]) -> Analysis:
@@ -92,6 +94,8 @@ def routed_block(plan: Plan, capacity: float, gate: str, selection: str, predict
         device=value_of(analysis.stream).device,
     )
     routed.order = analysis.order
+    if plan.plane is not None:
+        routed.order, routed.token_dims = plan.plane.order, 2
     return routed
 
 

@@ -32,7 +32,8 @@ class Setting:
     """How one block is routed: its capacity, gate, router weight ``[D]``, where its stream has batch and sequence, and
     its selection.
 
-    order: the permutation that puts batch and sequence first; given for a stream of more than three dims.
+    order: the permutation that puts batch and sequence first; given for a stream of more than three dims. token_dims:
+    how many of those after the batch count tokens, two in an image.
     max_sequence: for causal selection, the length that the capacity is a share of (None: the sequence's own).
     decides: for causal selection, a token's logit from the token ``[D]`` (None: the router's score).
     """
@@ -46,9 +47,10 @@ class Setting:
         selection: str = "expert_choice",
         max_sequence: int | None = None,
         order: Sequence[int] | None = None,
+        token_dims: int = 1,
         decides: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.decides = decides
+        self.decides, self.token_dims = decides, token_dims
         self.capacity, self.gate, self.weight = capacity, gate, weight
         self.selection, self.max_sequence = selection, max_sequence
         self.order = tuple(order or ((0, 1, 2) if seq_dim == 1 else (1, 0, 2)))
@@ -59,7 +61,7 @@ class Setting:
 
     def there(self, x: Tensor) -> Tensor:
         """The stream as ``[B, S, D]``."""
-        return x.permute(self.order).flatten(2)
+        return x.permute(self.order).flatten(1, self.token_dims).flatten(2)
 
     def back(self, x_BSD: Tensor, shape: torch.Size) -> Tensor:
         """``[B, S, D]`` as the model has it."""

@@ -142,11 +142,11 @@ class Region:
                 self.hints[found[-1]] = value_of(node).shape[-1]
         return list(dict.fromkeys(found))
 
-    def dependent(self, stream: fx.Node, strict: bool = True) -> list[fx.Node]:
+    def dependent(self, *sources: fx.Node, strict: bool = True) -> list[fx.Node]:
         """The nodes whose value depends on the tokens, in order; numbers are none, and refused if ``strict``."""
         inner: dict[fx.Node, None] = {}
         for node in self.nodes:
-            if any(a is stream or a in inner for a in node.all_input_nodes) and name_of(node) != "sym_size":
+            if any(a in sources or a in inner for a in node.all_input_nodes) and name_of(node) != "sym_size":
                 if isinstance(value_of(node), torch.SymInt | torch.SymBool | torch.SymFloat):
                     if strict:
                         raise Refusal(f"{node.target} makes a number out of token values (node {node.name})")

@@ -5,6 +5,7 @@ A vision transformer's 257 tokens follow from its image size, so the whole model
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +17,11 @@ from modpass.analysis import Analysis, analyse, analyse_part
 from modpass.errors import TraceError
 from modpass.mixing import name_of
 from modpass.normalise import normalise
+from modpass.planes import Plane, PlaneBranch
 from modpass.program import experts_per_token, export_program
 from modpass.rewrite import Body, outline
 from modpass.runs import Runs
-from modpass.sizes import Refusal, Sizes
+from modpass.sizes import SEQUENCE, Refusal, Sizes
 from modpass.symbols import hint_of, shape_of, value_of
 from modpass.tracing import Traced
 
@@ -30,7 +32,8 @@ __all__ = ["Reopened", "Reopener"]
 class Reopened:
     """A block's own graph, and which node of the whole model's graph each of its placeholders stands for.
 
-    replaced: the node whose value a part of the block computes; None: it is the whole block.
+    replaced: the node whose value a part of the block computes; None: it is the whole block. planes: of placeholders
+    whose tokens the whole model has in two dims and this graph in one, where it has them.
     """
 
     graph_module: fx.GraphModule = field(repr=False)
@@ -38,6 +41,17 @@ class Reopened:
     output: fx.Node = field(repr=False)
     analysis: Analysis = field(repr=False)
     replaced: fx.Node | None = field(default=None, repr=False)
+    planes: Mapping[fx.Node, Plane] = field(default_factory=dict, repr=False)
+
+    @property
+    def plane(self) -> Plane | None:
+        """Where the whole model has the tokens of the stream, if in two dims."""
+        return self.planes.get(self.analysis.stream)
+
+    def given(self, values: Mapping[fx.Node, Any]) -> list[Any]:
+        """The values of the placeholders, from those of the whole model's nodes."""
+        flat = {p: plane.flat_value for p, plane in self.planes.items()}
+        return [flat[p](values[n]) if p in flat else values[n] for p, n in self.outer.items()]
 
 
 class Reopener:
@@ -85,24 +99,56 @@ class Reopener:
         """
         body = outline(name, fixed)
         outer = [fixed.stream, *(s.node for s in body.sides)]
-        block = self.traced.graph_module.get_submodule(name.partition("@")[0])
+        part = _with_own(body, self._holder(name), {})
+        return self._reopened(part, outer, list(map(_example, outer)), fixed.output, fixed.seq_dim, {})
+
+    def reopen_plane(self, name: str, branch: PlaneBranch) -> Reopened:
+        """Trace a branch of the block ``name`` whose tokens lie in two dims as one on a free sequence.
+
+        Raises:
+            Refusal: it cannot be traced so, or tokens meet in it.
+        """
+        stream, planes = branch.stream, branch.planes
+        sizes = Sizes(shape_of(value_of(stream))[0], SEQUENCE)
+        body = outline(name, Analysis(stream, branch.output, sizes, 1, 0, list(branch.nodes), []))
+        outer = [stream, *(s.node for s in body.sides)]
+        examples = [planes[n].flat_value(_example(n)) if n in planes else _example(n) for n in outer]
+        part = _with_own(body, self._holder(name), {i: planes[n] for i, n in enumerate(outer) if n in planes})
+        return self._reopened(part, outer, examples, branch.output, 1, planes)
+
+    def _holder(self, name: str) -> nn.Module:
+        return self.traced.graph_module.get_submodule(name.partition("@")[0])
+
+    def _reopened(
+        self,
+        part: fx.GraphModule,
+        outer: list[fx.Node],
+        examples: list[Tensor],
+        replaced: fx.Node,
+        seq_dim: int,
+        planes: Mapping[fx.Node, Plane],
+    ) -> Reopened:
+        """Trace and analyse ``part``, a graph that takes the stream and its side inputs."""
+        sequence = examples[0].shape[seq_dim]
         try:
-            program = export_program(_with_own(body, block), tuple(map(_example, outer)), {})
-            graph_module = program.module(check_guards=False)
+            graph_module = export_program(part, tuple(examples), {}).module(check_guards=False)
             normalise(graph_module.graph)
         except TraceError as e:
-            raise Refusal(f"its sequence is fixed to {fixed.sizes.sequence} and it cannot be traced alone: {e}") from e
+            raise Refusal(f"its sequence is fixed to {sequence} and it cannot be traced alone: {e}") from e
         graph = graph_module.graph
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         output: Any = next(n for n in graph.nodes if n.op == "output").args[0]
         output = output[0] if isinstance(output, tuple | list) else output
         shape = shape_of(value_of(placeholders[0]))
-        sizes = Sizes(shape[1 - fixed.seq_dim], shape[fixed.seq_dim])
+        sizes = Sizes(shape[1 - seq_dim], shape[seq_dim])
         inner = [n for n in graph.nodes if n.op == "call_function"]
-        found = analyse_part(inner, placeholders[0], output, sizes, fixed.seq_dim)
+        stands_for = dict(zip(placeholders, outer, strict=True))
+        others = [p for p, n in stands_for.items() if n in planes and p is not placeholders[0]]
+        found = analyse_part(inner, placeholders[0], output, sizes, seq_dim, others)
         if found.fixed:
             raise Refusal(f"its sequence stays fixed to {found.sizes.sequence} when it is traced alone")
-        return Reopened(graph_module, dict(zip(placeholders, outer, strict=True)), output, found, fixed.output)
+        own = {p: planes[n] for p, n in stands_for.items() if n in planes}
+        return Reopened(graph_module, stands_for, output, found, replaced, own)
 
     def inputs(self, name: str) -> list[Any]:
         """The values that the block ``name`` got in a run on the example inputs, as its own graph takes them."""
@@ -136,13 +182,20 @@ class Reopener:
         return found[0]
 
 
-def _with_own(body: Body, block: nn.Module) -> fx.GraphModule:
-    """A body that reads the block's own parameters from it, in place of taking them."""
+def _with_own(body: Body, block: nn.Module, planes: Mapping[int, Plane]) -> fx.GraphModule:
+    """A body that reads the block's own parameters from it, in place of taking them.
+
+    planes: where the body has the tokens of its input at a place in two dims, of which the result has one.
+    """
     old, graph = body.graph_module.graph, fx.Graph()
     placeholders = [n for n in old.nodes if n.op == "placeholder"]
     env = {n: graph.placeholder(n.name) for n in placeholders[: 1 + len(body.sides)]}
-    env |= {n: graph.get_attr(path) for n, path in zip(placeholders[len(env) :], body.owned, strict=True)}
-    graph.output(graph.graph_copy(old, env))
+    for i, plane in planes.items():
+        env[placeholders[i]] = plane.column(graph, env[placeholders[i]])
+    taken = placeholders[1 + len(body.sides) :]
+    env |= {n: graph.get_attr(path) for n, path in zip(taken, body.owned, strict=True)}
+    output: Any = graph.graph_copy(old, env)
+    graph.output(planes[0].flat(graph, output) if planes else output)
     return fx.GraphModule(block, graph)
 
 

@@ -48,11 +48,18 @@ def drop_inputs(graph: fx.Graph, names: set[str]) -> None:
 
 def splice(
     graph_module: fx.GraphModule, name: str, old: fx.Node, reopened: Reopened, moved: dict[fx.Node, fx.Node]
-) -> dict[fx.Node, fx.Node]:
-    """Put a block's reopened graph in the place of the one with a fixed sequence; returns old -> new nodes."""
+) -> tuple[dict[fx.Node, fx.Node], fx.Node]:
+    """Put a block's reopened graph in the place of the one with a fixed sequence.
+
+    Returns old -> new nodes, and the new one that stands for ``old``.
+    """
     graph, env = graph_module.graph, {k: moved.get(v, v) for k, v in reopened.outer.items()}
     prefix = name.partition("@")[0]
+    stream, plane = env[reopened.analysis.stream], reopened.plane
     with graph.inserting_before(old):
+        for placeholder, own in reopened.planes.items():
+            env[placeholder] = own.flat(graph, env[placeholder])
+            env[placeholder].meta = dict(placeholder.meta)
         for node in reopened.graph_module.graph.nodes:
             if node.op == "get_attr":
                 target = f"{prefix}.{node.target}"
@@ -63,9 +70,13 @@ def splice(
             elif node.op == "call_function":
                 env[node] = graph.node_copy(node, lambda n: env[n])
                 env[node].meta = {**node.meta, "nn_module_stack": old.meta.get("nn_module_stack")}
-    old.replace_all_uses_with(env[reopened.output])
+        result = env[reopened.output]
+        if plane is not None:
+            result = plane.laid_out_like(graph, result, stream)
+            result.meta = dict(old.meta)
+    old.replace_all_uses_with(result)
     drop_dead(graph)
-    return env
+    return env, result
 
 
 def _has(module: nn.Module, path: str) -> bool:

@@ -87,10 +87,12 @@ class RoutedBlock(nn.Module):
 
     The chosen tokens become ``x + r * (block(x) - x)``; the others pass unchanged. The block's parameters stay
     where the dense model has them, so their names are the same. Where the model has several streams side by side,
-    the graph around the block permutes them by ``order`` and flattens them into one.
+    the graph around the block permutes them by ``order`` and flattens them into one; so it does with tokens that lie in
+    two dims (``token_dims``), as those of an image.
     """
 
     order: tuple[int, ...] | None = None
+    token_dims = 1
     predictor: Predictor | None
 
     def __init__(
