@@ -22,7 +22,7 @@ from modpass.program import experts_per_token, export_program
 from modpass.rewrite import Body, outline
 from modpass.runs import Runs
 from modpass.sizes import SEQUENCE, Refusal, Sizes
-from modpass.symbols import hint_of, shape_of, value_of
+from modpass.symbols import expr_of, hint_of, shape_of, value_of
 from modpass.tracing import Traced
 
 __all__ = ["Reopened", "Reopener"]
@@ -202,6 +202,10 @@ def _with_own(body: Body, block: nn.Module, planes: Mapping[int, Plane]) -> fx.G
 def _example(node: fx.Node) -> Tensor:
     """A tensor of the size that a node's value had in the example inputs."""
     value = value_of(node)
+    if not isinstance(value, Tensor):
+        raise Refusal(
+            f"it works with the size {expr_of(value)}, which is neither its batch nor its sequence ({node.name})"
+        )
     shape = [hint_of(size) or 1 for size in value.shape]
     return torch.zeros(shape, dtype=value.dtype, device=value.device)
 

@@ -224,3 +224,12 @@ def test_a_branch_whose_tokens_meet_is_refused_as_the_block_is(block: type[nn.Mo
     assert [s.reason[: len(reason)] for s in e.value.skipped] == [reason] * 3
     if parts == "mlp":
         assert not any("can be routed" in s.reason for s in modpass.find_blocks(model, example()).skipped)
+
+
+def test_a_branch_that_works_with_a_size_from_outside_is_refused_in_words() -> None:
+    from modpass.bench.coverage_models import make_model, with_inputs
+
+    made = with_inputs(make_model("image", "mobilevit"))  # its patches are folded by sizes that it worked out before
+    found = locate(capture(made.model, made.example_inputs))
+    assert len(found) == 6
+    assert len(found.skipped) == 5
