@@ -42,7 +42,9 @@ def install_blocks(
     plans = [_plan(graph_module, block, parts, moved) for block in blocks]
     for plan in plans:
         analysis = plan.analysis
-        outer = [analysis.stream, mask.of(analysis), *(s.node for s in plan.body.sides)]
+        # what an input says of words is not said of places
+        real = mask.of(analysis) if plan.plane is None else None
+        outer = [analysis.stream, real, *(s.node for s in plan.body.sides)]
         arguments = tuple(None if n is None else moved.get(n, n) for n in outer)
         _install(graph_module, plan.name, make(plan))
         moved[analysis.output] = replace_call(graph_module.graph, plan.name, analysis, arguments)

@@ -94,6 +94,7 @@ def plane_branch(nodes: list[fx.Node]) -> PlaneBranch:
     Raises:
         Refusal: there is none, or more than one.
     """
+    _check_batch(nodes)
     sums = [n for n in nodes if name_of(n) in ("add", "add_") and len(shape_of(value_of(n))) == 4]
     found = [b for n in sums for b in _branches(n, nodes)]
     found = [b for b in found if not b.others] or found
@@ -102,8 +103,18 @@ def plane_branch(nodes: list[fx.Node]) -> PlaneBranch:
     raise Refusal(
         f"it has {len(found)} branches that could be its mlp"
         if found
-        else "it has no MLP, a residual branch that ends in two products for each place of the image by itself"
+        else "it has no MLP, a residual branch that ends in two products that are seen to work on each place by itself"
     )
+
+
+def _check_batch(nodes: list[fx.Node]) -> None:
+    """The first dim of a stream that is no sequence counts rows: it is the first of an input, or made of it."""
+    inputs = [shape_of(value_of(n)) for n in nodes[0].graph.nodes if n.op == "placeholder"]
+    rows = {symbol for shape in inputs for symbol in (shape[0].free_symbols if shape else ())}
+    for node in (n for n in nodes if len(shape_of(value_of(n))) == 4):
+        first = shape_of(value_of(node))[0]
+        if not first.is_Integer and not first.free_symbols & rows:
+            raise Refusal(f"the first dim of its stream, {first}, is not the batch of an input (node {node.name})")
 
 
 def _branches(total: fx.Node, nodes: list[fx.Node]) -> list[PlaneBranch]:
@@ -111,14 +122,39 @@ def _branches(total: fx.Node, nodes: list[fx.Node]) -> list[PlaneBranch]:
     pair = [a for a in total.args if isinstance(a, fx.Node) and shape_of(value_of(a)) == shape_of(value_of(total))]
     found: list[PlaneBranch] = []
     for stream, branch in (pair, pair[::-1]) if len(pair) == 2 and not total.kwargs else ():
-        if stream not in upstream([branch], [*nodes, stream]):
+        if stream not in upstream([branch], [*nodes, stream]) or not _passes_all(stream, total, nodes):
             continue
         for plane in (Plane((2, 3)), Plane((1, 2))):
             walk = _Walk(total, stream, plane, set(nodes))
-            if sum(name_of(n) in _PRODUCTS for n in walk.inner) >= _MLP:
-                order = tuple(n for n in nodes if n in walk.inner)
+            order = tuple(n for n in nodes if n in walk.inner)
+            if sum(name_of(n) in _PRODUCTS for n in order) >= _MLP and not _read_elsewhere(order, total):
                 found.append(PlaneBranch(stream, total, order, {stream: plane, total: plane, **walk.others}))
     return found
+
+
+def _passes_all(stream: fx.Node, total: fx.Node, nodes: list[fx.Node]) -> bool:
+    """Whether all that the block makes of the stream goes through the sum."""
+    own, made = {total} | upstream([total], nodes, stream), {stream}
+    for node in nodes:
+        if isinstance(value_of(node), Tensor) and any(a in made for a in node.all_input_nodes):
+            if node not in own:
+                return False
+            made |= {node} - {total}
+    return all(u in own or not _is_read(u) for n in made - {stream} for u in n.users)
+
+
+def _is_read(user: fx.Node) -> bool:
+    """Whether a node takes values, and not sizes alone."""
+    return user.op == "output" or isinstance(value_of(user), Tensor)
+
+
+def _read_elsewhere(branch: tuple[fx.Node, ...], total: fx.Node) -> bool:
+    """Whether a product, or what is made of it, is needed outside too, where every token would take part again."""
+    made: set[fx.Node] = set()
+    for node in branch:
+        if name_of(node) in _PRODUCTS or any(a in made for a in node.all_input_nodes):
+            made.add(node)
+    return any(u not in branch for n in made - {total} for u in n.users if _is_read(u))
 
 
 class _Walk:
@@ -185,7 +221,7 @@ def _broadcast(node: fx.Node, plane: Plane) -> dict[fx.Node, Plane] | None:
             return None
         shape = shape_of(value_of(operand))
         padded = (*(1,) * (4 - len(shape)), *shape)
-        if padded == out:
+        if padded == out and operand.op != "get_attr":
             found[operand] = plane
         elif len(padded) > 4 or any(padded[p] != 1 for p in plane.places):
             return None

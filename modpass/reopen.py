@@ -97,7 +97,7 @@ class Reopener:
         Raises:
             Refusal: it cannot be traced, its sequence stays fixed, or tokens meet in it.
         """
-        body = outline(name, fixed)
+        body = outline(name.partition("@")[0], fixed)
         outer = [fixed.stream, *(s.node for s in body.sides)]
         part = _with_own(body, self._holder(name), {})
         return self._reopened(part, outer, list(map(_example, outer)), fixed.output, fixed.seq_dim, {})
@@ -110,7 +110,7 @@ class Reopener:
         """
         stream, planes = branch.stream, branch.planes
         sizes = Sizes(shape_of(value_of(stream))[0], SEQUENCE)
-        body = outline(name, Analysis(stream, branch.output, sizes, 1, 0, list(branch.nodes), []))
+        body = outline(name.partition("@")[0], Analysis(stream, branch.output, sizes, 1, 0, list(branch.nodes), []))
         outer = [stream, *(s.node for s in body.sides)]
         examples = [planes[n].flat_value(_example(n)) if n in planes else _example(n) for n in outer]
         part = _with_own(body, self._holder(name), {i: planes[n] for i, n in enumerate(outer) if n in planes})

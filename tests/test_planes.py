@@ -268,7 +268,43 @@ class TwoMlps(Stage):
         return x, self.second.down(F.gelu(self.second.up(x)))
 
 
-NO_MLP = "it has no MLP, a residual branch that ends in two products for each place of the image by itself"
+class ReadTwice(ConvNeXt):
+    """A statistic over all places between the products needs the first of them everywhere (ConvNeXt V2)."""
+
+    def terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.gelu(self.up(self.norm(self.depthwise(x).permute(0, 2, 3, 1))))
+        whole = h.norm(dim=(1, 2), keepdim=True)
+        return x, self.down(h * whole / (whole.mean(-1, keepdim=True) + 1e-6)).permute(0, 3, 1, 2)
+
+
+class AddedTwice(Pointwise):
+    """The branch is a term of two sums."""
+
+    def terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        added = self.down(F.gelu(self.up(x)))
+        return x + added, added
+
+
+class Parallel(Pointwise):
+    """Two MLPs of one residual: neither sum is passed by all."""
+
+    def terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.down(F.gelu(self.up(x))), self.down(F.relu(self.up(x)))
+
+
+class Returned(Stage):
+    """What the first product makes leaves the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Pointwise()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner.up(x)
+        return torch.cat([x + self.inner.down(F.gelu(h)), h.mean(1, keepdim=True)], 1)[:, :C] + 0 * h[:, :1]
+
+
+NO_MLP = "it has no MLP, a residual branch that ends in two products that are seen to work on each place by itself"
 
 
 @pytest.mark.parametrize(
@@ -277,6 +313,10 @@ NO_MLP = "it has no MLP, a residual branch that ends in two products for each pl
         (Bottleneck, NO_MLP),
         (ConvolvedLast, NO_MLP),
         (GroupNormed, NO_MLP),
+        (ReadTwice, NO_MLP),
+        (AddedTwice, NO_MLP),
+        (Parallel, NO_MLP),
+        (Returned, NO_MLP),
         (TwoMlps, "it has 2 branches that could be its mlp"),
     ],
 )
@@ -298,3 +338,79 @@ def test_a_program_of_one_size_alone_is_routed_at_that_size() -> None:
     fixed.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert torch.allclose(fixed(pixels), model(pixels), atol=1e-6)
+
+
+class Film(nn.Module):
+    """Frames first: the batch is the second dim while blocks run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Frames() for _ in range(2))
+
+    def forward(self, film: Tensor) -> Tensor:
+        x = film.transpose(0, 1)
+        for block in self.blocks:
+            x = block(x)
+        return x.transpose(0, 1)
+
+
+class Frames(ChannelsLast):
+    last = False
+
+    def terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v)
+        return x, self.mlp(self.norm2(x))
+
+
+def test_rows_of_the_batch_do_not_compete() -> None:
+    with pytest.raises(BlockError, match=r"the first dim of its stream, s\d+, is not the batch of an input"):
+        modpass.mod_transform(Film().eval(), 0.25, parts="mlp", example_inputs=(torch.randn(2, 3, 5, C),))
+
+
+def test_a_block_that_is_called_twice_is_routed_twice() -> None:
+    class Twice(Net):
+        def forward(self, pixels: Tensor) -> Tensor:
+            x = self.stem(pixels)
+            for _ in range(2):
+                for block in self.blocks:
+                    x = block(x)
+            return x.flatten(2).transpose(1, 2)
+
+    dense, pixels = Twice(ConvNeXt).eval(), image()
+    model = modpass.mod_transform(dense, 1.0, every=1, parts="mlp", gate="unit", example_inputs=(pixels,))
+    assert len(model.routed_blocks) == 6
+    with torch.no_grad():
+        assert torch.allclose(model(pixels), dense(pixels), atol=1e-5)
+        assert torch.allclose(model(image(3, 10, 14)), dense(image(3, 10, 14)), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, C, 1, 4), (C, 1, 4)])
+def test_a_table_with_a_value_for_each_place_stays_outside(shape: tuple[int, ...]) -> None:
+    class Weighed(ConvNeXt):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(shape))
+
+        def terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x, added = super().terms(x)
+            return x, added * self.table
+
+    program = torch.export.export(Net(Weighed).eval(), (image(2, 2, 8),))
+    with pytest.raises(BlockError, match=NO_MLP):
+        modpass.mod_transform(program, 0.5, parts="mlp")
+
+
+def test_a_mask_of_words_is_none_of_places() -> None:
+    class Described(Net):
+        def forward(self, pixels: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(pixels) + attention_mask.float().mean()
+
+    example = {"pixels": image(), "attention_mask": torch.ones(2, 24, dtype=torch.int64)}
+    model = modpass.mod_transform(Described(ConvNeXt).eval(), 0.25, every=1, parts="mlp", example_inputs=example)
+    with torch.no_grad():
+        wanted = routed(ConvNeXt).requires_grad_(False)
+        wanted.load_state_dict(model.state_dict())
+        for words in (24, 7):
+            found = model(image(), torch.zeros(2, words, dtype=torch.int64))
+            assert torch.allclose(found, wanted(image()), atol=1e-6)

@@ -142,3 +142,51 @@ def test_which_scores_take_a_gradient() -> None:
 def test_a_loss_without_a_gradient_is_refused(loss: Any, found: str) -> None:
     with pytest.raises(InputError, match=found):
         calibrate(copy.deepcopy(traced()), [tokens(2, 16)], score=loss_sensitivity, loss=loss)
+
+
+def test_a_loss_that_does_not_depend_on_a_block_is_refused() -> None:
+    for loss in (lambda y, _: (y * 0).sum(), lambda y, _: traced().get_parameter("embed.weight").sum() + 0 * y.sum()):
+        with pytest.raises(
+            InputError, match=r"the loss does not depend on what block 'blocks\.0' gives; give one of the"
+        ):
+            calibrate(copy.deepcopy(traced()), [tokens(2, 16)], score=loss_sensitivity, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("score", "found"),
+    [
+        (None, "score is None; it must be a function of a block's stream before and after, or of the gradient too"),
+        (
+            lambda x, y: (y - x).sum(-1).int(),
+            r"score gave torch\.int32 for block 'blocks\.0'; it must be a floating-point",
+        ),
+        (
+            lambda x, y: (y - x).sum(-1).numpy(),
+            r"score gave ndarray for block 'blocks\.0'; it must be a floating-point",
+        ),
+    ],
+)
+def test_what_is_no_score_is_refused(score: Any, found: str) -> None:
+    with pytest.raises(InputError, match=found):
+        calibrate(copy.deepcopy(traced()), [tokens(2, 16)], score=score)
+
+
+def test_a_score_may_be_a_module_or_a_builtin_and_write_to_what_it_gets() -> None:
+    class Scored(torch.nn.Module):
+        def forward(self, x: Tensor, y: Tensor, gradient: Tensor) -> Tensor:
+            return loss_sensitivity(x, y, gradient)
+
+    def written(x: Tensor, y: Tensor, gradient: Tensor) -> Tensor:
+        found = loss_sensitivity(x, y, gradient)
+        for t in (x, y, gradient):
+            t.zero_()
+        return found
+
+    weights, ids = [], tokens(2, 16)
+    for score in (loss_sensitivity, Scored(), written):
+        model = copy.deepcopy(traced())
+        calibrate(model, [ids], score=score, loss=lm_loss)
+        weights.append(torch.stack([b.router.weight for b in model.routed_blocks.values()]))
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
+    assert not takes_gradient(torch.dist), "a builtin that does not say what it takes"

@@ -60,6 +60,7 @@ def fit_routers(
 
 def _each_row(fits: Mapping[RoutedBlock, _Fit], step: Callable[[_Fit, Tensor, Tensor, int], None], seen: Seen) -> None:
     fit = fits[seen.block]
+    fit.matters |= seen.gradient is None or bool(seen.gradient.any())
     for row in fit.rows(seen):
         step(fit, *row)
 
@@ -73,6 +74,7 @@ class _Fit:
         self.gram = torch.zeros(D, D, dtype=torch.float64, device=device)
         self.moment = torch.zeros(D, dtype=torch.float64, device=device)
         self.tokens = self.taken = self.wanted = 0
+        self.matters = False
 
     def add(self, x_SD: Tensor, target_S: Tensor, k: int) -> None:
         """Add one row's real tokens."""
@@ -86,6 +88,10 @@ class _Fit:
         name, D = self.block.name, len(self.moment)
         if not self.tokens:
             raise InputError(f"block '{name}' got no real token to fit its router on; are the batches padding alone?")
+        if not self.matters:
+            raise InputError(
+                f"the loss does not depend on what block '{name}' gives; give one of the whole model's output"
+            )
         if not (self.gram.isfinite().all() and self.moment.isfinite().all()):
             raise InputError(f"block '{name}' was given or gave values that are not finite; calibrate in float32")
         ridge = (RIDGE * self.gram.trace() / D).clamp(min=1e-12)
@@ -102,8 +108,13 @@ class _Fit:
     def rows(self, seen: Seen) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Each row's real tokens, their scores, and how many of them the block takes."""
         x_BSD, keep_BS, k = seen.before, seen.keep, slots(self.capacity, seen.before.shape[1])
-        given = [seen.before, seen.after] + ([] if seen.gradient is None else [seen.gradient])
-        scores_BS = self.score(*given)
+        given = [t for t in (seen.before, seen.after, seen.gradient) if t is not None]
+        scores_BS: Any = self.score(*(t.clone() for t in given))  # it may write to them; the model goes on with its own
+        if not (isinstance(scores_BS, Tensor) and scores_BS.is_floating_point()):
+            found_type = scores_BS.dtype if isinstance(scores_BS, Tensor) else type(scores_BS).__name__
+            raise InputError(
+                f"score gave {found_type} for block '{self.block.name}'; it must be a floating-point tensor"
+            )
         if scores_BS.shape != x_BSD.shape[:2]:
             found, wanted = list(scores_BS.shape), list(x_BSD.shape[:2])
             raise InputError(f"score gave the shape {found} for block '{self.block.name}'; it must be {wanted}")

@@ -1,7 +1,7 @@
 """How much a token needs a block, told without training: functions of the stream before and after the block.
 
 Each takes ``x`` and ``y`` ``[B, S, D]`` in float32 and returns ``[B, S]``; larger: the token should go through. One
-that takes a third argument gets the gradient of a loss after the block.
+with a third argument that must be given gets the gradient of a loss after the block.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from modpass.errors import InputError
 
 __all__ = [
     "Score",
@@ -28,12 +30,22 @@ Score = Callable[[Tensor, Tensor], Tensor] | Callable[[Tensor, Tensor, Tensor], 
 
 
 def takes_gradient(score: Score) -> bool:
-    """Whether a score takes the gradient of a loss as its third argument.
+    """Whether a score takes the gradient of a loss as its third argument: it has three that must be given.
+
+    Raises:
+        InputError: it cannot be called.
 
     >>> takes_gradient(loss_sensitivity), takes_gradient(log_change)
     (True, False)
     """
-    given = inspect.signature(score).parameters.values()
+    if not callable(score):
+        raise InputError(
+            f"score is {score!r}; it must be a function of a block's stream before and after, or of the gradient too"
+        )
+    try:
+        given = inspect.signature(score.forward if isinstance(score, nn.Module) else score).parameters.values()
+    except ValueError:  # a builtin that does not say what it takes
+        return False
     needed = [p for p in given if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(needed) == 3
 
