@@ -10,7 +10,7 @@ from torch import fx
 from modpass.analysis import Analysis, analyse_part, sketch
 from modpass.branches import Branches, Cut, upstream
 from modpass.parts import NAMES
-from modpass.planes import plane_branch
+from modpass.plane_branch import plane_branch, plane_sums
 from modpass.reopen import Reopened, Reopener
 from modpass.sizes import Refusal
 
@@ -28,10 +28,10 @@ def branch_alone(name: str, nodes: list[fx.Node], kind: str, reopener: Reopener)
     try:
         rough = sketch(nodes)
     except Refusal:
-        if kind == "mlp" and (branch := plane_branch(nodes)) is not None:
-            reopened = reopener.reopen_plane(name, branch)
-            return reopened.analysis, reopened
-        raise
+        if kind != "mlp" or not plane_sums(nodes):
+            raise
+        reopened = reopener.reopen_plane(name, plane_branch(nodes))
+        return reopened.analysis, reopened
     branches = Branches(rough)
     found: list[tuple[Cut, tuple[Analysis, Reopened | None]]] = []
     reason = branches.inseparable or f"it has no {NAMES[kind]}, as a residual of its own"

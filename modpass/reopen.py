@@ -17,7 +17,8 @@ from modpass.analysis import Analysis, analyse, analyse_part
 from modpass.errors import TraceError
 from modpass.mixing import name_of
 from modpass.normalise import normalise
-from modpass.planes import Plane, PlaneBranch
+from modpass.plane_branch import PlaneBranch
+from modpass.planes import Plane
 from modpass.program import experts_per_token, export_program
 from modpass.rewrite import Body, outline
 from modpass.runs import Runs
