@@ -55,13 +55,17 @@ def plain_fit(model: nn.Module, path: str, batches: list[Tensor], score: Any) ->
         for batch in batches:
             model(batch)
     handle.remove()
+    return least_squares([(x.tolist(), score(x[None], y[None])[0].tolist()) for x, y in rows])
+
+
+def least_squares(rows: list[tuple[list[list[float]], list[float]]], capacity: float = 0.25) -> np.ndarray[Any, Any]:
+    """The router of rows of tokens and their scores, by numpy."""
     xs, ts = [], []
-    for x, y in rows:
-        found = score(x[None], y[None])[0].tolist()
+    for tokens_SD, found in rows:
         order = sorted(found, reverse=True)
-        k = max(1, int(0.25 * len(found)))
+        k = max(1, int(capacity * len(found)))
         edge = (order[k - 1] + order[k]) / 2
-        xs += x.tolist()
+        xs += tokens_SD
         ts += [(f - edge) / np.std(found, ddof=1) for f in found]
     x, t = np.array(xs), np.array(ts)
     ridge = 1e-3 * (x**2).sum() / x.shape[1]

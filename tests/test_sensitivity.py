@@ -14,7 +14,7 @@ import modpass
 from modpass.errors import InputError
 from modpass.training import calibrate, loss_sensitivity
 from modpass.training.scores import takes_gradient
-from tests.test_calibration import small, traced
+from tests.test_calibration import least_squares, small, traced
 from tests.test_routing_losses import lm_loss
 from tests.zoo import make, masked, tokens
 
@@ -30,22 +30,16 @@ def rows_of(path: str, batch: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     return list(zip(x.detach(), y.detach(), gradient, strict=True))
 
 
-def plain_router(path: str, batches: list[Tensor], capacity: float) -> np.ndarray[Any, Any]:
+def plain_router(path: str, batches: list[Tensor]) -> np.ndarray[Any, Any]:
     """Least squares by numpy to a product of sizes that is taken token by token."""
-    xs, ts = [], []
-    for batch in batches:
-        for row in rows_of(path, batch):
-            found = []
-            for x, y, g in zip(*row, strict=True):
-                size = sum((b - a) ** 2 for a, b in zip(x.tolist(), y.tolist(), strict=True)) ** 0.5
-                found.append((size * sum(v * v for v in g.tolist()) ** 0.5) ** 0.5)
-                xs.append(x.tolist())
-            order, k = sorted(found, reverse=True), max(1, int(capacity * len(found)))
-            ts += [(f - (order[k - 1] + order[k]) / 2) / np.std(found, ddof=1) for f in found]
-    x, t = np.array(xs), np.array(ts)
-    ridge = 1e-3 * (x**2).sum() / x.shape[1]
-    x = np.concatenate([x, ridge**0.5 * np.eye(x.shape[1])])
-    return np.linalg.lstsq(x, np.concatenate([t, np.zeros(x.shape[1])]), rcond=None)[0]
+    rows = []
+    for row in (r for batch in batches for r in rows_of(path, batch)):
+        found = []
+        for x, y, g in zip(*row, strict=True):
+            size = sum((b - a) ** 2 for a, b in zip(x.tolist(), y.tolist(), strict=True)) ** 0.5
+            found.append((size * sum(v * v for v in g.tolist()) ** 0.5) ** 0.5)
+        rows.append((row[0].tolist(), found))
+    return least_squares(rows)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -54,7 +48,7 @@ def test_the_fit_equals_plain_least_squares_to_plain_gradients(frozen: bool) -> 
     model.requires_grad_(not frozen)
     calibrate(model, batches, score=loss_sensitivity, loss=lm_loss, first_token=False)
     for name in ("blocks.0", "blocks.1", "blocks.3"):
-        wanted = plain_router(name, batches, 0.25)
+        wanted = plain_router(name, batches)
         assert np.allclose(model.routed_blocks[name].router.weight.numpy(force=True), wanted, rtol=1e-3, atol=1e-4)
 
 
