@@ -56,7 +56,8 @@ def mod_transform(
         example_inputs: a tuple, a dict or ``(tuple, dict)``; may be left out where the model says what it takes.
         padding_mask: the ``[batch, sequence]`` input whose zeros are padding, which never takes a slot from a
             real token; "~name" where its ones are.
-        parts: "block" routes a whole block; "attention" or "mlp" routes only that residual branch of it.
+        parts: "block" routes a whole block; "attention" or "mlp" routes only that residual branch of it. "mlp" also
+            takes tokens in two dims, ``[B, C, H, W]`` or ``[B, H, W, C]``; convolutions before it see all of them.
         check: run blocks on the example inputs with their tokens permuted and some left out, and refuse one whose
             tokens meet outside attention. None: blocks that hold an operator unknown to modpass; True: every
             block; False: none, and unknown operators are refused.
